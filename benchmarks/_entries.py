@@ -50,6 +50,8 @@ ENTRIES = {
     "kernels-fp32": Entry(
         ("benchmarks.kernels", "--precision", "fp32"), "What each kernel brings, fp32"
     ),
+    "masks-bf16": Entry(("benchmarks.masks",), "Separate documents, bf16"),
+    "masks-fp32": Entry(("benchmarks.masks", "--precision", "fp32"), "Separate documents, fp32"),
     "layouts": Entry(("benchmarks.layouts", "--rounds", "6"), "One step in several layouts"),
     "scaling": Entry(("benchmarks.scaling",), "Scaling"),
     "orchestration": Entry(
@@ -81,6 +83,12 @@ ENTRIES = {
         ("benchmarks.index_maps", "--rounds", "3"), "Index maps, as measured last", slow=True
     ),
     "tokenize": Entry(("benchmarks.tokenize",), "Tokenization, as measured last", slow=True),
+    "scale": Entry(
+        ("benchmarks.scale", "--gb", "0.1", "1"),
+        "Preparation of data by size, as measured last",
+        slow=True,
+        packages=("prefect",),
+    ),
     "generate": Entry(("benchmarks.generate",), "Generation, as measured last", slow=True),
     "calibrated": Entry(
         ("benchmarks.calibrated", "--seconds", "2"),

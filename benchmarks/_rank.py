@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks._entrants import CASES
 from benchmarks._nanogpt import NanoGpt
-from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
+from benchmarks._variants import ALL, VOCAB_SIZE, Variant
+from benchmarks._zero_census import reset_peak, resident_mb
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.build import build_engine
@@ -37,11 +38,10 @@ Step = Callable[[], object]
 TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
 
-def tokens(samples: int) -> Tensor:
+def tokens(variant: Variant) -> Tensor:
     """Return one global batch of ids, [samples, s + 1]."""
-    return torch.randint(
-        VOCAB_SIZE, (samples, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
-    )
+    size = variant.samples, variant.seq_length + 1
+    return torch.randint(variant.vocab_size, size, generator=torch.Generator().manual_seed(1))
 
 
 def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Timers) -> Step:
@@ -51,20 +51,24 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
         variant.ranks,
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
     )
-    shared = shared_stages(config, VOCAB_SIZE)
+    shared = shared_stages(config, variant.vocab_size)
     mesh = (
         ProcessMesh.build(layout, shared_stages=shared, timers=timers)
         if variant.ranks > 1
         else ProcessMesh(timers=timers)
     )
     engine = build_engine(
-        config, VOCAB_SIZE, mesh, special_tokens=TOKENS, device=CPU, precision=precision
+        config,
+        variant.vocab_size,
+        mesh,
+        special_tokens=SpecialTokens(eod=variant.vocab_size - 1),
+        device=CPU,
+        precision=precision,
     )
     replicas = mesh.data_parallel
-    batches = tokens(variant.samples).split(variant.micro_batch_size)[
-        replicas.rank :: replicas.size
-    ]
+    batches = tokens(variant).split(variant.micro_batch_size)[replicas.rank :: replicas.size]
 
     def step() -> object:
         engine.forward_backward(iter(batches), list(range(len(batches))))
@@ -88,7 +92,7 @@ def torch_ddp(variant: Variant, config: RunConfig, precision: str) -> Step:
     main = copies or weights
     optimizer = AdamW(main, lr=1e-4, weight_decay=0.01, fused=True)
     called = wrapped if same else torch.compile(wrapped)
-    batch = tokens(variant.samples).split(variant.micro_batch_size)[dist.get_rank()]
+    batch = tokens(variant).split(variant.micro_batch_size)[dist.get_rank()]
 
     def step() -> object:
         wrapped.zero_grad(set_to_none=True)
@@ -143,8 +147,11 @@ def _plain_model(precision: str) -> torch.nn.Module:
     return Loss()
 
 
-def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
-    """Return the median seconds of a step, milliseconds per phase, and the peak memory in MiB."""
+def measure(step: Step, steps: int, timers: Timers, built_mb: float) -> dict[str, Any]:
+    """Return the median seconds of a step, milliseconds per phase, and the peak memory in MiB.
+
+    `built_mb` is the memory before the first step, in MiB.
+    """
     seconds = []
     timers.take(1)
     for _ in range(steps):
@@ -158,6 +165,7 @@ def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
         "seconds": statistics.median(seconds),
         "phases": timers.take(steps),
         "memory_mb": memory,
+        "built_mb": built_mb,
     }
 
 
@@ -175,8 +183,10 @@ def main(name: str, precision: str) -> None:
         if variant.ddp
         else own_engine(variant, config, precision, timers)
     )
+    built_mb = resident_mb("VmRSS") * 1e6 / 2**20
+    reset_peak()
     for line in sys.stdin:
-        result = measure(step, int(line.split()[1]), timers)
+        result = measure(step, int(line.split()[1]), timers, built_mb)
         results: list[Any] = [result]
         if variant.ranks > 1:
             results = [None] * variant.ranks

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.cluster.rank_commands import rank_environment
+from megacore.cluster.start import rank_environment
 
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables that make glibc keep freed blocks; a contestant without them must not inherit them."""

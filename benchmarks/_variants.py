@@ -32,6 +32,10 @@ class Variant:
     engine: megacore's, or the compiled one in nanoGPT's style."""
     samples: int = SAMPLES
     """Samples of a step on all ranks."""
+    seq_length: int = SEQ_LENGTH
+    """Tokens of a sample."""
+    vocab_size: int = VOCAB_SIZE
+    model: dict[str, Any] = field(default_factory=lambda: MODEL)
 
     def config(self, precision: str) -> RunConfig:
         """Return the run configuration for this variant's steps."""
@@ -39,10 +43,10 @@ class Variant:
             "name": "benchmark",
             "data": {
                 "source": {"kind": "source_tree"},
-                "tokenizer": {"kind": "train-bpe", "vocab_size": VOCAB_SIZE},
-                "seq_length": SEQ_LENGTH,
+                "tokenizer": {"kind": "train-bpe", "vocab_size": self.vocab_size},
+                "seq_length": self.seq_length,
             },
-            "model": MODEL,
+            "model": self.model,
             "optim": {"lr": 1e-4, "clip_grad": 1.0, "weight_decay": 0.01},
             "train": {
                 "micro_batch_size": self.micro_batch_size,
@@ -68,7 +72,7 @@ VARIANTS = {
     "pp2": Variant(2, 1, 1, PP2),
     "pp2 interleaved": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
     "dp2": Variant(2, 1, 4),
-    "dp2 distributed optimizer": Variant(2, 1, 4, {"use_distributed_optimizer": True}),
+    "dp2 distributed optimizer": Variant(2, 1, 4, {"data_parallel_sharding": "optimizer"}),
     "torch ddp": Variant(2, 1, 4, ddp="same model"),
     "torch ddp, plain model": Variant(2, 1, 4, ddp="plain model"),
 }
@@ -81,4 +85,25 @@ PIPELINES = {f"pp2, m {count}": Variant(2, 1, 1, PP2, samples=count) for count i
     )
 }
 """Two pipeline stages and m micro batches of one sample."""
-ALL = VARIANTS | WEAK | PIPELINES
+LLAMA = MODEL | {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+}
+
+
+def parts(ranks: int, tokens: int) -> Variant:
+    """Return ranks of one thread that divide one sequence of a small Llama."""
+    divided = {"context_parallel_size": ranks}
+    return Variant(ranks, 1, 1, divided, samples=1, seq_length=tokens, vocab_size=512, model=LLAMA)
+
+
+CONTEXT = {f"cp{ranks}": parts(ranks, 16_384) for ranks in (1, 2, 4)}
+"""Ranks that divide one sequence, for `benchmarks/scaling.py`."""
+LONG = {"cp2, long": parts(2, 131_072)}
+ALL = VARIANTS | WEAK | PIPELINES | CONTEXT | LONG

@@ -170,11 +170,15 @@ def _new(tensor: Tensor, claimed: set[int]) -> bool:
 
 
 def _native(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    for weights in engine._optimizer.divided.values():
+        for flat in weights:
+            yield PARAMETERS, flat.shard
+            yield GATHERED, flat.buffer
     for parameter in engine._stage.named_parameters.values():
         yield PARAMETERS, parameter.data
     for sync in engine._syncs:
         for bucket in sync.buckets:
-            yield GRADIENTS, bucket.buffer
+            yield GRADIENTS, bucket.reduced
             if bucket.pending is not None:  # receives the sums of other ranks
                 for cell in bucket.pending._finish.__closure__ or ():
                     for tensor in _tensors(cell.cell_contents):
@@ -183,7 +187,8 @@ def _native(engine: Any) -> Iterator[tuple[str, Tensor]]:
         for weight in part.weights:
             yield MAIN, weight.weight
             yield MOMENTS, weight.exp_avg
-            yield MOMENTS, weight.exp_avg_sq
+            if weight.exp_avg_sq is not None:
+                yield MOMENTS, weight.exp_avg_sq
 
 
 def _deepspeed(engine: Any) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import _zero_census as census
-from benchmarks._zero_variants import SIZES, VARIANTS, Work
+from benchmarks._zero_variants import SIZES, VARIANTS, Variant, Work
 from megacore.config.deepspeed import zero_of
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
@@ -55,7 +55,7 @@ class Rank:
         self.engine: Engine | None = None
         self.allocated_before = census.allocated_bytes(self.device)
         self.resident_before = census.resident_mb("VmRSS")
-        self.step = self._ddp() if VARIANTS[work.variant].engine == "ddp" else self._own()
+        self.step = self._own() if VARIANTS[work.variant].own else self._torch()
         self.resident_built = census.resident_mb("VmHWM")
         census.reset_peak()
 
@@ -83,8 +83,9 @@ class Rank:
         }
 
     def census(self) -> dict[str, Any]:
-        """Return the bytes after the last backward pass, before the step."""
-        assert self.engine is not None
+        """Return the bytes after the last backward pass, before the step; {} for torch's own."""
+        if self.engine is None:
+            return {}
         self.engine.forward_backward(iter(self.batches), list(range(len(self.batches))))
         counts = census.take(self.engine, zero_of(self.config), self.allocated_before)
         self.engine.update(1e-4, 0.01)
@@ -107,12 +108,12 @@ class Rank:
 
         return step
 
-    def _ddp(self) -> Callable[[], object]:
-        """Return a function that makes a step with torch's DistributedDataParallel.
+    def _torch(self) -> Callable[[], object]:
+        """Return a function that makes a step with DistributedDataParallel or fully_shard.
 
-        The model is transformers' GPT-2 of the same shape, with autocast to the compute type.
+        The model is transformers' GPT-2 of the same shape. DistributedDataParallel has autocast to
+        the compute type, fully_shard weights of this type and fp32 sums of gradients.
         """
-        from torch.nn.parallel import DistributedDataParallel
         from torch.nn.utils import clip_grad_norm_
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -131,25 +132,56 @@ class Rank:
         model.to(self.device)
         if self.work.recompute == "full":
             model.gradient_checkpointing_enable()
-        wrapped = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        variant = VARIANTS[self.work.variant]
+        divided = variant.engine == "fully_shard"
         dtype = DTYPES[self.work.precision]
+        wrapped, synchronize = (
+            _fully_sharded(model, variant, dtype) if divided else _replicated(model)
+        )
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        casts = dtype != torch.float32 and not divided
         scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
 
         def step() -> object:
             optimizer.zero_grad(set_to_none=True)
             for number, batch in enumerate(self.batches, start=1):
-                wrapped.require_backward_grad_sync = number == len(self.batches)
-                with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+                synchronize(number == len(self.batches))
+                with torch.autocast(self.device.type, dtype, enabled=casts):
                     loss = wrapped(batch, labels=batch).loss / len(self.batches)
                 scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(wrapped.parameters(), 1.0)
+            norm: Any = clip_grad_norm_(wrapped.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            return float(loss.detach()), float(norm)
+            return float(loss.detach()), float(norm.full_tensor() if divided else norm)
 
         return step
+
+
+def _replicated(model: Any) -> tuple[Any, Callable[[bool], None]]:
+    """Return the model in DistributedDataParallel, and what turns its sums of gradients on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model)
+    return wrapped, lambda last: setattr(wrapped, "require_backward_grad_sync", last)
+
+
+def _fully_sharded(
+    model: Any, variant: Variant, dtype: torch.dtype
+) -> tuple[Any, Callable[[bool], None]]:
+    """Return the model divided by fully_shard, which reduces the gradients of every pass."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: Any = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": variant.frees_weights,
+    }
+    for layer in model.transformer.h:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for module in (*model.transformer.h, model):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no averages
+    return model, lambda last: None
 
 
 @contextmanager

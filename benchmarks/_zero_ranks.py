@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks._zero_rank import OUT_OF_MEMORY
 from benchmarks._zero_variants import Work
-from megacore.cluster.rank_commands import rank_environment
+from megacore.cluster.start import rank_environment
 
 _GRACE = 10.0
 """Seconds for ranks that lost a peer to notice it; the exit code of the peer shows the cause."""

@@ -40,10 +40,17 @@ class Variant:
     """One way to keep the state of a model."""
 
     engine: str = "deepspeed"
-    """One of deepspeed, native and ddp: torch's DistributedDataParallel and AdamW over
-    transformers' model."""
+    """One of deepspeed, native, and torch's ddp and fully_shard with AdamW over transformers'
+    model."""
     parallel: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    frees_weights: bool = True
+    """True if fully_shard frees the weights of a layer after its forward pass, as ZeRO-3 does."""
+
+    @property
+    def own(self) -> bool:
+        """True if one of this package's engines makes the steps, whose state can be counted."""
+        return self.engine in ("native", "deepspeed")
 
     @property
     def compiled_adam(self) -> bool:
@@ -51,10 +58,19 @@ class Variant:
         return self.deepspeed.get("cpu_adam") == "deepspeed"
 
 
-REFERENCE, DISTRIBUTED = "native", "native, distributed optimizer"
+REFERENCE, DISTRIBUTED = "native", "native, optimizer divided"
+GRADIENTS, PARAMETERS = "native, gradients divided", "native, parameters divided"
+SAME_STAGE = {DISTRIBUTED: "ZeRO-1", GRADIENTS: "ZeRO-2", PARAMETERS: "ZeRO-3"}
+"""DeepSpeed's variant that divides the same state as a native one."""
+SAME_IN_TORCH = {GRADIENTS: "fully_shard, weights kept", PARAMETERS: "fully_shard"}
+"""The variant of torch's fully_shard that communicates and keeps the same in a pass."""
 STATES = {
     REFERENCE: Variant("native"),
-    DISTRIBUTED: Variant("native", {"use_distributed_optimizer": True}),
+    DISTRIBUTED: Variant("native", {"data_parallel_sharding": "optimizer"}),
+    GRADIENTS: Variant("native", {"data_parallel_sharding": "gradients"}),
+    PARAMETERS: Variant("native", {"data_parallel_sharding": "parameters"}),
+    SAME_IN_TORCH[GRADIENTS]: Variant("fully_shard", frees_weights=False),
+    SAME_IN_TORCH[PARAMETERS]: Variant("fully_shard"),
     "ZeRO-0": Variant(deepspeed={"zero_stage": 0}),
     "ZeRO-1": Variant(deepspeed={"zero_stage": 1}),
     "ZeRO-2": Variant(deepspeed={"zero_stage": 2}),
@@ -87,6 +103,7 @@ class Work:
     micro_batches: int = 1
     """Micro batches of each rank in one step."""
     recompute: str = "none"
+    optimizer: str = "adam"
     limit_mb: int = 0
     """Memory in MiB that a CPU rank may allocate after the model, to simulate a full memory; 0
     means no limit."""
@@ -114,7 +131,12 @@ class Work:
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
             },
-            "optim": {"lr": 1e-4, "clip_grad": 1.0, "weight_decay": 0.01},
+            "optim": {
+                "name": self.optimizer,
+                "lr": 1e-4,
+                "clip_grad": 1.0,
+                "weight_decay": 0.01,
+            },
             "train": {
                 "micro_batch_size": self.micro_batch_size,
                 "global_batch_size": self.micro_batch_size * self.micro_batches * self.ranks,
@@ -123,7 +145,7 @@ class Work:
                 "recompute": self.recompute,
             },
             "checkpoint": {"save_interval": 1_000_000},
-            "engine": "native" if variant.engine == "ddp" else variant.engine,
+            "engine": variant.engine if variant.own else "native",
             "parallel": variant.parallel,
             "deepspeed": variant.deepspeed,
             "launch": {"nproc_per_node": self.ranks, "threads_per_rank": self.threads},

@@ -56,7 +56,7 @@ TP, PP, VP, CP = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-SP, ZERO = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
+SP, ZERO = {"sequence_parallel": True}, {"data_parallel_sharding": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Run:
     def name(self) -> str:
         """Model and layout."""
         short = {TP: "tp", PP: "pp", VP: "v", CP: "cp", "sequence_parallel": "sp"}
-        short["use_distributed_optimizer"] = "zero1"
+        short["data_parallel_sharding"] = "sharded "
         parts = [
             f"{short[key]}{'' if value is True else value}" for key, value in self.parallel.items()
         ]

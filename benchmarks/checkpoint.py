@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._verdict import Check, verdict
-from megacore.cluster.rank_commands import rank_environment
+from megacore.cluster.start import rank_environment
 
 STALL_GOAL = 0.05
 """Most time that an asynchronous save may block training, as a share of a synchronous save."""

@@ -26,13 +26,21 @@ from benchmarks import _finetune_loop
 from benchmarks._finetune_data import MODELS, Prepared, prepare
 from benchmarks._turns import progress
 from benchmarks._verdict import Check, table, verdict
-from megacore.cluster import rank_commands
+from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.config.finetune import DISTRIBUTIONS
 from megacore.engine.deepspeed.join import import_deepspeed
-from megacore.finetune.batch_size import Answer, Fits, as_markdown, notes, table_rows
 from megacore.jobs.finetune import FinetuneJob
 from megacore.observe.events import EventReader
-from megacore.ranks.batch_size_search import Watch, compare, method_config
+from megacore.ranks.batch_size_search import (
+    Answer,
+    Fits,
+    Watch,
+    as_markdown,
+    compare,
+    method_config,
+    notes,
+    table_rows,
+)
 from megacore.ranks.finetune_stages import finetune
 
 EPOCHS = 5
@@ -68,8 +76,8 @@ def run_by_hand(job: FinetuneJob) -> float:
     """Run the hand-written loop; return the seconds of its fastest epoch after the first."""
     path = Path(job.run_directory, "run.json")
     job.write(path)
-    command = rank_commands.local_torchrun_command("benchmarks._finetune_loop", path, job.ranks)
-    environment = {**os.environ, **rank_commands.rank_environment(job.threads_per_rank)}
+    command = local_torchrun_command("benchmarks._finetune_loop", path, job.ranks)
+    environment = {**os.environ, **rank_environment(job.threads_per_rank)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if process.returncode:
         raise SystemExit(f"the loop by hand failed:\n{process.stderr[-3000:]}")

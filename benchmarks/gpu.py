@@ -11,6 +11,7 @@ compile     layers compiled and not, also in a tiny GPT, which the time of kerne
 graphs      345M at the recipe's micro batch and the tiny GPT with and without CUDA graphs
 recompute   peak memory and rate with recompute none, selective and full
 kernels     what each kernel brings in layers that are not compiled
+masks       attention of 8,192 tokens in documents of 1,024: spans, dense mask, plain causal
 checkpoint  how long a save in the background stops a training, and a save that waits
 fp16        dynamic loss scaling
 
@@ -58,6 +59,8 @@ GRAPHS_GOAL = 1.0
 """Least ratio of the speed with CUDA graphs to that without."""
 STALL_GOAL = 0.05
 """Most time that a save in the background stops a training, as a share of a save that waits."""
+MASKS_GOALS = {"dense mask": 1.5, "plain causal": 1.0}
+"""Least ratio of the speed of attention with spans to that of each."""
 MICRO_BATCHES = (8, 16, 32, 64)
 LIMIT, PART = 540.0, 60.0
 """Seconds of a command, and those that must be left for a further part to begin."""
@@ -314,6 +317,84 @@ def kernels(bench: Bench) -> Part:
     return Part(rows)
 
 
+def masks(bench: Bench) -> Part:
+    """Measure attention with documents as spans, with a dense mask, and without documents."""
+    tokens = 512 if bench.smoke else 8192
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        figures, name = pool.submit(_attend, bench.device, tokens, bench.rounds).result()
+    spans = figures["spans"][0]
+    rows = [
+        Row(
+            f"attention, {tokens} tokens: {kind}",
+            milliseconds,
+            ratio=milliseconds / spans,
+            memory=memory,
+            note=name if kind == "spans" else "",
+        )
+        for kind, (milliseconds, memory) in figures.items()
+    ]
+    checks = [
+        Check(f"spans to {kind}", figures[kind][0] / spans, bench.goal(goal))
+        for kind, goal in MASKS_GOALS.items()
+    ]
+    return Part(rows, checks)
+
+
+def _attend(
+    device_type: str, tokens: int, rounds: int
+) -> tuple[dict[str, tuple[float, float | None]], str]:
+    """Return milliseconds and memory (MB) of attention by kind of mask, and the kernel of spans.
+
+    Forward and backward of one sample with 16 heads of 64 features in bf16 (fp32 on a CPU), and 8
+    documents of equal length.
+    """
+    import torch
+
+    from megacore.kernels.choice import choose_kernels, plain_kernels
+    from megacore.kernels.spans import Spans
+
+    device, cuda = torch.device(device_type), device_type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    kernels = choose_kernels(device, dtype, compiled=cuda, masked=True)
+    chosen: Any = kernels.attention
+    if cuda:
+        chosen = torch.compile(chosen, dynamic=False)
+    plain: Any = plain_kernels().attention
+    documents = (torch.arange(tokens, device=device) // (tokens // 8))[None]
+    spans = Spans.of(tokens, tokens, causal=True, device=device, documents=documents)
+    dense = spans.bias(tokens, dtype)
+    if kernels.blocked:
+        spans = spans.blocked(tokens, tokens)
+    leaves = [
+        torch.randn(1, 16, tokens, 64, dtype=dtype, device=device, requires_grad=True)
+        for _ in range(3)
+    ]
+    shared: dict[str, Any] = {"dropout": 0.0, "scale": None}
+    works: dict[str, Callable[[], Any]] = {
+        "spans": lambda: chosen(*leaves, bias=None, causal=False, spans=spans, **shared),
+        "plain causal": lambda: plain(*leaves, bias=None, causal=True, **shared),
+        "dense mask": lambda: plain(*leaves, bias=dense, causal=False, **shared),
+    }
+    figures: dict[str, tuple[float, float | None]] = {}
+    for kind, work in works.items():
+        times = []
+        for number in range(rounds + 3):  # the first ones compile and warm up
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            output = work()
+            torch.autograd.grad(output, leaves, output)
+            if cuda:
+                torch.cuda.synchronize()
+            if number >= 3:
+                times.append(time.perf_counter() - begin)
+        memory = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
+        figures[kind] = 1000 * statistics.median(times), memory
+    return figures, kernels.names["attention"]
+
+
 def checkpoint(bench: Bench) -> Part:
     """Measure how long a save stops a training."""
     options = argparse.Namespace(smoke=bench.smoke, rounds=3, hidden=1024, device=bench.device)
@@ -358,6 +439,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "graphs": graphs,
     "recompute": recompute,
     "kernels": kernels,
+    "masks": masks,
     "checkpoint": checkpoint,
     "fp16": fp16,
 }

@@ -34,8 +34,9 @@ import numpy as np
 
 from benchmarks._verdict import Check, verdict
 from megacore.data import _compiled as helpers
+from megacore.data.blend import build_blend
 from megacore.data.index_maps import build_split
-from megacore.data.index_plans import EpochPlan, build_blend, plan_epochs
+from megacore.data.index_plans import EpochPlan, plan_epochs
 
 EPOCHS = 10
 SEQ_LENGTH = 2048

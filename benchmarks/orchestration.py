@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +74,30 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
 
 
-def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]]]:
-    """Run the flow once; return its seconds, and outcome and seconds of each stage's task."""
+@contextmanager
+def started(module: str, conf: Path, workspace: Path) -> "Iterator[subprocess.Popen[str]]":
+    """Start a flow as `python -m MODULE --conf CONF`, with its output in a pipe.
+
+    What still runs at the end is killed.
+    """
     variables = environment() | {"MEGACORE_WORKSPACE": str(workspace), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
+    command = [sys.executable, "-m", module, "--conf", str(conf)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = time.monotonic()
     flow = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
     try:
-        output, _ = flow.communicate(timeout=TIMEOUT)
+        yield flow
     finally:
         if flow.poll() is None:
             os.killpg(flow.pid, signal.SIGKILL)
             flow.wait()
-    seconds = time.monotonic() - started
+
+
+def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]]]:
+    """Run the flow once; return its seconds, and outcome and seconds of each stage's task."""
+    start = time.monotonic()
+    with started("flows.pretrain", conf, workspace) as flow:
+        output, _ = flow.communicate(timeout=TIMEOUT)
+    seconds = time.monotonic() - start
     rows = (_ROW.match(line) for line in output.splitlines())
     stages = {row[1]: (row[2], float(row[3])) for row in rows if row}
     if flow.returncode or not stages:

@@ -1,6 +1,6 @@
-"""Cost of more ranks: weak scaling, exposed communication, pipeline bubble and data wait.
+"""Cost of more ranks: weak scaling, exposed communication, bubble, data wait, divided sequences.
 
-    python -m benchmarks.scaling [--parts weak bubble data] [--rounds 8] [--steps 3]
+    python -m benchmarks.scaling [--parts weak bubble data context long] [--rounds 8] [--steps 3]
 
 weak    1, 2 and 4 data-parallel ranks of one thread, with the same samples on each: the time of a
         step should stay the same. With more ranks than cores, the ranks share the cores, and the
@@ -10,6 +10,9 @@ bubble  two pipeline stages with m micro batches: the share of the time in which
         measured times of the passes
 data    iterations of the training loop over an indexed data set: the share of the time spent
         waiting for samples
+context 1, 2 and 4 ranks of one thread that divide one sequence of 16,384 tokens: the memory that
+        a step adds to that of a rank with its model, and the time of a step
+long    two such ranks with 131,072 tokens, which takes minutes and is not a default
 """
 
 import argparse
@@ -20,13 +23,13 @@ import subprocess
 import sys
 
 from benchmarks._turns import Contestant, compete, environment
-from benchmarks._variants import PIPELINES, SEQ_LENGTH, WEAK, Variant
+from benchmarks._variants import CONTEXT, LONG, PIPELINES, SEQ_LENGTH, WEAK, Variant
 from benchmarks._verdict import Check, table, verdict
 from benchmarks.layouts import start
 from megacore.observe.timers import exposed_communication
 from megacore.pipeline_parallel.schedules import build_schedule, simulate
 
-PARTS = ("weak", "bubble", "data")
+PARTS = ("weak", "bubble", "data", "context")
 WEAK_GOAL = 0.8
 """Least rate on two ranks, relative to the rate that the cores allow."""
 BUBBLE_GOAL = 0.05
@@ -34,6 +37,8 @@ BUBBLE_GOAL = 0.05
 pipelines."""
 DATA_GOAL = 0.01
 """Largest share of an iteration."""
+CONTEXT_GOAL = 0.75
+"""Most memory that a step adds on each of two ranks that divide a sequence, relative to one."""
 
 
 def weak(options: argparse.Namespace) -> list[Check]:
@@ -151,6 +156,36 @@ def data(options: argparse.Namespace) -> list[Check]:
     return [Check("data wait", share, DATA_GOAL, at_most=True, unit="of an iteration")]
 
 
+def context(options: argparse.Namespace) -> list[Check]:
+    """Measure memory and time of ranks that divide a sequence."""
+    growth = _divided(CONTEXT, options)
+    relative = growth["cp2"] / growth["cp1"]
+    return [Check("memory of a step on 2 ranks", relative, CONTEXT_GOAL, at_most=True)]
+
+
+def long(options: argparse.Namespace) -> list[Check]:
+    """Measure two ranks that divide a very long sequence."""
+    _divided(LONG, options)
+    return []
+
+
+def _divided(variants: dict[str, Variant], options: argparse.Namespace) -> dict[str, float]:
+    """Show memory and time of variants that divide a sequence; return the MiB that a step adds."""
+    contestants = {name: start(name, "fp32") for name in variants}
+    _compete(list(contestants.values()), options)
+    rows, growth = [], {}
+    for name, each in contestants.items():
+        built, peak = (
+            max(rank[memory] for rank in each.last) for memory in ("built_mb", "memory_mb")
+        )
+        growth[name] = peak - built
+        sizes = f"{built:.0f}", f"{peak:.0f}", f"{peak - built:.0f}"
+        rows.append([name, f"{variants[name].seq_length:,}", *sizes, f"{each.median:.2f}"])
+    header = ["ranks", "tokens", "built (MiB)", "peak (MiB)", "of a step (MiB)", "s per step"]
+    _show("Divided sequences, largest memory of a rank, fp32", header, rows)
+    return growth
+
+
 def _compete(contestants: list[Contestant], options: argparse.Namespace) -> None:
     try:
         compete(
@@ -175,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "long"], default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="of each in a round")
     parser.add_argument(
@@ -183,9 +218,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     checks: list[Check] = []
-    for part in PARTS:
+    measures = {"weak": weak, "bubble": bubble, "data": data, "context": context, "long": long}
+    for part, measure in measures.items():
         if part in options.parts:
-            checks += {"weak": weak, "bubble": bubble, "data": data}[part](options)
+            checks += measure(options)
     return verdict("scaling", checks)
 
 

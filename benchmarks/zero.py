@@ -1,6 +1,7 @@
-"""A model's state on data-parallel ranks: DeepSpeed's ZeRO and offload, and the native engine.
+"""A model's state on data-parallel ranks: DeepSpeed's ZeRO and offload, torch, the native engine.
 
-    python -m benchmarks.zero state [--precision fp32 bf16] [--rounds 2] [--steps 2]
+    python -m benchmarks.zero state [--precision fp32 bf16] [--optimizer adam|muon]
+        [--rounds 2] [--steps 2]
     python -m benchmarks.zero fit --device cuda [--sizes 345M 1.5B]
 
 `state` counts the bytes of parameters, gradients and optimizer state on one of two ranks of GPT-2
@@ -22,13 +23,23 @@ from benchmarks import _zero_census as census
 from benchmarks._verdict import Check, verdict
 from benchmarks._zero_fit import fit_table
 from benchmarks._zero_ranks import started
-from benchmarks._zero_variants import DISTRIBUTED, REFERENCE, SIZES, STATES, VARIANTS, Work
+from benchmarks._zero_variants import (
+    DISTRIBUTED,
+    REFERENCE,
+    SAME_IN_TORCH,
+    SAME_STAGE,
+    SIZES,
+    STATES,
+    VARIANTS,
+    Work,
+)
 from megacore.config.deepspeed import zero_of
 from megacore.engine.deepspeed.operators import build_operator
 from megacore.engine.deepspeed.settings import deepspeed_settings
+from megacore.plan.memory import whole_muon_elements
 from megacore.plan.zero import ELEMENT_BYTES, ZeroBytes, zero_bytes
 
-TOLERANCE = 0.05
+TOLERANCE, FASTER = 0.05, 1.3
 MB = 1e6
 _OWN_COLUMNS = (census.PERSISTED, census.BUCKETS)
 
@@ -83,18 +94,21 @@ def formula(work: Work, psi: int) -> ZeroBytes:
         gradient_bytes=accumulated,
         offload_optimizer=zero.offload_optimizer,
         offload_param=zero.offload_param,
+        single_moment=whole_muon_elements(config, SIZES[work.size].vocab_size),
     )
 
 
 def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[str, str, float]]]:
     """Return the rows of a Markdown table, and the ratio of each state's bytes to the formula."""
     rows = [
-        "| variant | parameters | gradients | optimizer | of these offloaded "
+        "| variant | parameters | gradients | optimizer | bytes per parameter | of these offloaded "
         f"| {' | '.join(_OWN_COLUMNS)} | further | of live tensors known |",
-        "| --- |" + " ---: |" * (4 + len(_OWN_COLUMNS)) + " --- | ---: |",
+        "| --- |" + " ---: |" * (5 + len(_OWN_COLUMNS)) + " --- | ---: |",
     ]
     ratios = []
     for name, each in measured.items():
+        if not VARIANTS[name].own:
+            continue
         kinds = dict(each.rank_census["kinds"])
         expected = formula(each.work, each.rank_census["psi"])
         known_bytes = sum(kinds.values())
@@ -117,6 +131,9 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
             f"{count / MB:,.0f} ({count / formula_bytes:.3f})"
             for count, formula_bytes in pairs.values()
         ]
+        counted, known = (sum(part) for part in zip(*pairs.values(), strict=True))
+        psi = each.rank_census["psi"]
+        cells += [f"{counted / psi:.2f} ({known / psi:.2f})"]
         cells += [f"{offloaded / MB:,.0f}" if offloaded else "-"]
         cells += [f"{kinds.pop(kind, 0) / MB:,.1f}" for kind in _OWN_COLUMNS]
         further = [
@@ -136,7 +153,7 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
     """Return the rows of a Markdown table of speed and peak memory."""
     rows = [
         (
-            "| variant | tokens/s | to native | to native, distributed optimizer | before the "
+            "| variant | tokens/s | to native | to native, optimizer divided | before the "
             "model | peak of building it | peak of training | of this temporary | heap of the "
             "model | of this known |"
         ),
@@ -147,18 +164,20 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
         tokens = (
             SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
         )
-        known_bytes, heap = sum(each.rank_census["kinds"].values()), each.rank_census["allocated"]
         before, building, training = (
             each.peak(moment) for moment in ("before", "building", "training")
         )
         cells = [f"{tokens / statistics.median(each.seconds):,.0f}"]
         cells += [f"{each.ratio(measured[other]):.2f}" for other in (REFERENCE, DISTRIBUTED)]
-        # Between two steps, the process has only the model and its initial memory.
-        cells += [
-            f"{mb:,.0f}"
-            for mb in (before, building, training, training - before - heap / MB, heap / MB)
-        ]
-        cells += [f"{known_bytes / heap:.1%}"]
+        cells += [f"{mb:,.0f}" for mb in (before, building, training)]
+        if VARIANTS[name].own:
+            known_bytes = sum(each.rank_census["kinds"].values())
+            heap = each.rank_census["allocated"]
+            # Between two steps, the process has only the model and its initial memory.
+            cells += [f"{mb:,.0f}" for mb in (training - before - heap / MB, heap / MB)]
+            cells += [f"{known_bytes / heap:.1%}"]
+        else:
+            cells += ["-"] * 3
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
@@ -170,8 +189,13 @@ def _further(kind: str) -> str:
 def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measured]:
     """Return the variants that are compared, not yet measured."""
     size = "tiny" if options.smoke else "124M"
+    possible = [
+        name
+        for name, variant in STATES.items()
+        if options.optimizer == "adam" or variant.engine == "native"
+    ]
     names = [
-        name for name in STATES if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}
+        name for name in possible if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}
     ]
     if any(VARIANTS[name].compiled_adam for name in names):
         build_operator("cpu_adam")
@@ -184,6 +208,7 @@ def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measur
                 options.device,
                 options.ranks,
                 micro_batches=options.micro_batches,
+                optimizer=options.optimizer,
             )
         )
         for name in names
@@ -198,7 +223,8 @@ def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
         each.run(steps)
         sys.stderr.write(
             f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load "
-            f"before {load:.1f}, largest unknown {each.rank_census['largest_unknown'][:1]}\n"
+            f"before {load:.1f}, largest unknown "
+            f"{each.rank_census.get('largest_unknown', ['not counted'])[:1]}\n"
         )
 
 
@@ -231,6 +257,20 @@ def report(measured: dict[str, Measured]) -> Check:
     )
 
 
+def speedups(measured: dict[str, Measured]) -> list[Check]:
+    """Return the checks of the native engine's speed against DeepSpeed's and fully_shard."""
+    return [
+        Check(
+            f"{measured[native].work.precision}: {native} to {peer}",
+            measured[native].ratio(measured[peer]),
+            goal,
+        )
+        for peers, goal in ((SAME_STAGE, FASTER), (SAME_IN_TORCH, 1.0))
+        for native, peer in peers.items()
+        if native in measured and peer in measured
+    ]
+
+
 def main() -> int:
     """Run the requested measurement."""
     parser = argparse.ArgumentParser(
@@ -243,6 +283,9 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="with a tiny model")
     state = parser.add_argument_group("state")
     state.add_argument("--variants", nargs="+", choices=STATES, help="besides the two native ones")
+    state.add_argument(
+        "--optimizer", choices=("adam", "muon"), default="adam", help="muon: native variants only"
+    )
     state.add_argument("--rounds", type=int, default=2)
     state.add_argument("--steps", type=int, default=2, help="of each variant in a round")
     state.add_argument(
@@ -266,6 +309,7 @@ def main() -> int:
         for number in range(options.rounds):
             take_turns(measured, number, options.steps)
         checks.append(report(measured))
+        checks += speedups(measured)
     return verdict(f"zero {options.what}", checks)
 
 

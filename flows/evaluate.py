@@ -9,6 +9,7 @@ from megacore.artifact import Artifact
 from megacore.config import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks.contamination import contamination_summary, withheld
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
 from tasks.preflight import load_checked_config
@@ -18,22 +19,23 @@ from tasks.zeroshot import ScoredRun, zeroshot, zeroshot_summary
 
 def score_stages(
     pipeline: StageRunner[RunConfig], trained: Artifact | None, *data: Artifact
-) -> tuple[Artifact | None, str]:
+) -> tuple[Artifact | None, tuple[Artifact, ...]]:
     """Score the kept checkpoints; `trained` is None while the training is not finished.
 
-    Returns the report, if the training is finished, and the zero-shot scores as markdown.
+    Returns the report, if the training is finished, and the zero-shot scores by iteration.
     """
     tokens, tokenizer, index = data
     directory = run_directory(pipeline.config, tokens, tokenizer)
+    hidden = withheld(pipeline.config, pipeline.contamination)
     with kept_checkpoints(directory) as kept:
         scores = score_checkpoints(pipeline, directory, kept, *data)
         evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
         report = scores.report()
         pipeline.summary = evaluation_summary(report)
-        run = ScoredRun(directory, trained is not None, tokens, index)
+        run = ScoredRun(directory, trained is not None, tokens, index, hidden)
         best = best_row(report)["checkpoint"]
         zero_shot = zeroshot(pipeline, scores.checkpoints, best, tokenizer, run)
-    return evaluation, zeroshot_summary(zero_shot)
+    return evaluation, zero_shot
 
 
 @on_page(PRETRAINING)
@@ -49,7 +51,9 @@ def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -
         data = data_stages(pipeline)
         trained = open_finished_training(pipeline.config, *data)
         _, zero_shot = score_stages(pipeline, trained, *data)
-        pipeline.summary += zero_shot
+        hidden = withheld(pipeline.config, pipeline.contamination)
+        pipeline.summary += zeroshot_summary(zero_shot, hidden)
+        pipeline.summary += contamination_summary(pipeline.config, pipeline.contamination)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,32 @@ from prefect import flow
 from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
+from megacore.zeroshot.harness import check_tasks
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks.contamination import contamination_summary, withheld
 from tasks.convert import convert
+from tasks.lm_eval import lm_eval_stages, lm_eval_summary
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
 from tasks.push import check_push, push_stage
 from tasks.train import finished_training
+from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact) -> None:
-    """Run the stages after a training: scores, conversion and gate, publication and summary."""
+    """Run the stages after a training: scores, conversion, lm-eval, publication and summary."""
     evaluation, zero_shot = score_stages(pipeline, trained, *data)
     assert evaluation is not None, "a finished training has a report"
     exported = pipeline.stage(convert, trained, evaluation, *data)
-    published = pipeline.stage(publish, trained, evaluation, exported, *data)
+    found = pipeline.contamination
+    hidden = withheld(pipeline.config, found)
+    scored = lm_eval_stages(pipeline, trained, evaluation, exported, *data, hidden=hidden)
+    all_scores = (*zero_shot, *scored)
+    published = pipeline.stage(publish, trained, evaluation, exported, *data, all_scores, found)
     pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published, data[-1])
-    pipeline.summary += zero_shot
+    pipeline.summary += zeroshot_summary(zero_shot, hidden) + lm_eval_summary(scored, hidden)
+    pipeline.summary += contamination_summary(pipeline.config, found)
     push_stage(pipeline, trained, exported, published)
 
 
@@ -35,6 +44,7 @@ def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> 
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)
     check_push(config.export)
+    check_tasks(config.evaluate.lm_eval)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(config, *data)

@@ -1,12 +1,15 @@
-"""Flow `prepare-data`: documents → tokenizer → tokens → index maps."""
+"""Flow `prepare-data`: documents → curated documents → tokenizer → tokens → index maps."""
 
 from typing import Any
 
 from prefect import flow
 
 from megacore.artifact import Artifact
+from megacore.config.curate import compares_sources
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks.contamination import contamination_stage, contamination_summary, searched
+from tasks.curate import curate
 from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_punkt
 from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
@@ -21,6 +24,14 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     config = pipeline.config
     sources = [(source,) for source in config.data.sources]
     corpora = pipeline.stages(download, sources, at_once=COLLECTED_AT_ONCE)
+    if compares_sources(config.data.curate):
+        curated: tuple[Artifact, ...] = ()
+        for corpus in corpora:
+            curated = (*curated, pipeline.stage(curate, corpus, curated))
+        corpora = curated
+    elif config.data.curate:  # one at a time: its shards are curated side by side
+        corpora = pipeline.stages(curate, [(corpus,) for corpus in corpora], at_once=1)
+    searches, corpora = searched(pipeline, corpora)
     tokenizer = pipeline.stage(make_tokenizer, corpora)
     punkt = pipeline.stage(download_punkt) if needs_punkt(config) else None
     inputs = [(corpus, tokenizer, punkt) for corpus in corpora]
@@ -28,6 +39,7 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
     index = pipeline.stage(build_index, tokens)
+    pipeline.contamination = contamination_stage(pipeline, searches, tokens, index)
     return tokens, tokenizer, index
 
 
@@ -40,6 +52,7 @@ def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = Non
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         _, _, index = data_stages(pipeline)
         pipeline.summary = report_epochs(pipeline.config, index)
+        pipeline.summary += contamination_summary(pipeline.config, pipeline.contamination)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,16 @@ Each message states what is wrong, where, the value found, and what to do.
 exit status of the command line.
 """
 
+from collections.abc import Iterable
+
 from megacore.redact import redact
+
+
+def dotted(location: Iterable[str | int]) -> str:
+    """Return the name of a value as messages write it, such as `data.blend[0].weight`."""
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
+    ).removeprefix(".")
 
 
 class MegacoreError(Exception):

@@ -19,7 +19,6 @@ _NO_LIMIT = 2**62
 BF16_CAPABILITY = 80
 """Lowest CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-_KERNEL_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"})
 _MULTIPROCESSOR_COUNT = 16
 _CUDA_CAPABILITY_MAJOR = 75
 _CUDA_CAPABILITY_MINOR = 76
@@ -157,16 +156,6 @@ def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     Without them bf16 is slower than fp32.
     """
     return not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
-
-
-@cache
-def cpu_runs_kernels(precision: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if the C++ kernels compute in fp32, bf16 or fp16 on this CPU.
-
-    It is the result of `megacore.kernels.cpu.common.runs`, which imports torch.
-    """
-    needed = {"fp32": _KERNEL_FLAGS, "bf16": _KERNEL_FLAGS | {"avx512_bf16"}}.get(precision)
-    return needed is not None and needed <= _cpu_flags(cpuinfo)
 
 
 @cache

@@ -19,8 +19,8 @@ from pydantic_core import to_jsonable_python
 from megacore.config.base import OMIT_DEFAULT, RESOLVED, STAGES
 
 Content = dict[str, Any]
-KIND = "kind"
-"""Field that selects the section of a union."""
+KINDS = ("kind", "step")
+"""Fields that select the section of a union."""
 GIVEN_ELSEWHERE = {
     "RunConfig": {"name"},
     "FinetuneConfig": {"optim"},
@@ -58,9 +58,14 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 def kind_of(section: type[BaseModel]) -> str | None:
     """Return the value of `kind` that selects a section of a union; None for other sections."""
-    field = section.model_fields.get(KIND)
-    values = () if field is None else get_args(field.annotation)
+    name = kind_field(section)
+    values = () if name is None else get_args(section.model_fields[name].annotation)
     return str(values[0]) if len(values) == 1 else None
+
+
+def kind_field(section: type[BaseModel]) -> str | None:
+    """Return the name of the field that selects a section, or None."""
+    return next((name for name in KINDS if name in section.model_fields), None)
 
 
 def is_list(annotation: Any) -> bool:
@@ -152,30 +157,37 @@ class SchemaOf:
         if not isinstance(content, dict):
             return content
         if "discriminator" in content:
-            choice = self._choice(content["discriminator"]["mapping"])
+            choice = self._choice(**content["discriminator"])
             if self._definitions.setdefault(name, choice) != choice:
                 raise ValueError(f"two different unions are named {name}: rename one of the fields")
             rest = {key: content[key] for key in content if key not in ("discriminator", "oneOf")}
             return {**rest, "$ref": f"#/$defs/{name}"}
         result = {key: self._choices(value, name) for key, value in content.items()}
+        union = content.get("items", {}).get("discriminator", {}).get("mapping", {})
+        if union:
+            rules = self._required_in(name, [self._at(each) for each in union.values()])
+            result["items"] = {"allOf": [result["items"], rules]}
         reference = content.get("items", {}).get("$ref")
         if reference is not None:
-            rules = self._required(self._named[reference.rpartition("/")[2]])
+            rules = self._required(self._at(reference))
             result["items"] = {"allOf": [{"$ref": reference}, rules]}
         return result
 
-    def _choice(self, references: Mapping[str, str]) -> Content:
+    def _at(self, reference: str) -> type[BaseModel]:
+        return self._named[reference.rpartition("/")[2]]
+
+    def _choice(self, propertyName: str, mapping: Mapping[str, str]) -> Content:  # noqa: N803
         """Return the schema of a union: the section of a kind, or part of any without `kind`."""
-        sections = [self._named[reference.rpartition("/")[2]] for reference in references.values()]
+        sections = [self._at(reference) for reference in mapping.values()]
         keys = {field.alias or key for part in sections for key, field in part.model_fields.items()}
         part = {
             "type": "object",
-            "properties": {key: key != KIND for key in sorted(keys)},
+            "properties": {key: key != propertyName for key in sorted(keys)},
             "additionalProperties": False,
         }
         whole = [
-            {"allOf": [{"$ref": reference}, {"required": [KIND]}]}
-            for reference in references.values()
+            {"allOf": [{"$ref": reference}, {"required": [propertyName]}]}
+            for reference in mapping.values()
         ]
         return {"oneOf": [*whole, part]}
 
@@ -205,12 +217,12 @@ class SchemaOf:
         """Return a schema of what is required in the section or the union of a field."""
         if len(sections) < 2:
             return self._required(sections[0]) if sections else {}
-        complete = f"complete_{name}"
+        complete, kind = f"complete_{name}", kind_field(sections[0])
         self._definitions[complete] = {
-            "required": [KIND],
+            "required": [kind],
             "allOf": [
                 {
-                    "if": {"properties": {KIND: {"const": kind_of(each)}}, "required": [KIND]},
+                    "if": {"properties": {kind: {"const": kind_of(each)}}, "required": [kind]},
                     "then": self._required(each),
                 }
                 for each in sections

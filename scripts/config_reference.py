@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from _config_schema import (  # noqa: E402
-    KIND,
+    KINDS,
     WORDS,
     SchemaOf,
     field_default,
@@ -174,8 +174,8 @@ def _tables(flow: Flow) -> Iterator[Table]:
 def _rows(
     flow: Flow, table: Table, properties: dict[str, Any], tables: dict[type[BaseModel], Table]
 ) -> Iterator[str]:
-    """Yield the rows of a table, `kind` first."""
-    fields = sorted(table.section.model_fields.items(), key=lambda item: item[0] != KIND)
+    """Yield the rows of a table, `kind` or `step` first."""
+    fields = sorted(table.section.model_fields.items(), key=lambda item: item[0] not in KINDS)
     for name, field in fields:
         key = field.alias or name
         inner = [tables[section] for section in sections_of(field.annotation)]
@@ -203,7 +203,7 @@ def _section_type(inner: list[Table], *, listed: bool, nullable: bool) -> str:
     if len(inner) == 1:
         return f"{'list of ' * listed}[section{'s' * listed}]({inner[0].link}){null}"
     kinds = ", ".join(f"[{kind_of(table.section)}]({table.link})" for table in inner)
-    return f"section{null}; kinds: {kinds}"
+    return f"{'list of sections' if listed else 'section'}{null}; kinds: {kinds}"
 
 
 def _type(content: dict[str, Any]) -> str:
@@ -213,6 +213,8 @@ def _type(content: dict[str, Any]) -> str:
     if "enum" in content or "const" in content:
         values = content.get("enum", [content.get("const")])
         return ", ".join(f"`{yaml_value(value)}`" for value in values)
+    if "prefixItems" in content:
+        return f"[{', '.join(map(_type, content['prefixItems']))}]"
     if content["type"] == "array":
         number = f", at least {content['minItems']}" if "minItems" in content else ""
         return f"list of {_type(content['items'])}{number}"

@@ -37,7 +37,6 @@ HOPS = (
     "tasks.train:train",
     "megacore.ranks.stages:train",
     "megacore.cluster.start:start_ranks",
-    "megacore.cluster.rank_commands:local_torchrun_command",
     "megacore.launch.supervise:supervise",
     "megacore.launch.guard:main",
     f"{RANK_ENTRY}:pretrain",
@@ -332,7 +331,7 @@ def hops(house: House, path: Iterable[str] = HOPS) -> Iterator[Figure]:
         if before and not any(refers(house, name, module, function) for name in before):
             broken.append(f"{source.path}: no file before it imports {module} or calls {function}")
         before.append(module)
-    yield Figure("files from the flow to the optimizer step", len(before), 14, tuple(path))
+    yield Figure("files from the flow to the optimizer step", len(before), 13, tuple(path))
     yield Figure("broken links between them", len(broken), 0, tuple(broken), listed=True)
 
 

@@ -6,7 +6,7 @@ stays, tagged `checkpoint_state=deleted`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,11 @@ Datasets = Mapping[str, Dataset]
 STATE_TAG = "checkpoint_state"
 """Tag with the value `kept` or `deleted`."""
 MODEL_TYPE = "checkpoint"
+POSITION_PREFIXES = {
+    "valid": "validation/loss_by_position/",
+    "test": "test/loss_by_position/",
+}
+"""Prefixes of the metrics of a run's losses by position, by split; the first position follows."""
 
 
 def ensure_checkpoint_model(
@@ -139,6 +144,51 @@ def log_perplexities(
                     step=iteration,
                     timestamp_ms=timestamp_ms,
                 )
+
+
+def log_losses_by_position(
+    tracking: Tracking, run_id: str, rows: Iterable[Mapping[str, Any]], *, timestamp_ms: int
+) -> None:
+    """Log the losses by position of evaluated checkpoints to their run, which may have them.
+
+    Those of the validation split have the metrics that training has logged. Raises TrackingError.
+
+    Args:
+        tracking: MLflow store.
+        run_id: MLflow run.
+        rows: `iteration`, `valid_by_position` and `test_by_position` of each checkpoint.
+        timestamp_ms: time of the measurement.
+    """
+    from mlflow.entities import Metric
+
+    with tracking.errors("take the losses by position"):
+        for row in rows:
+            for split, prefix in POSITION_PREFIXES.items():
+                step = int(row["iteration"])
+                metrics = [
+                    Metric(name, value, timestamp_ms, step)
+                    for name, value in position_metrics(prefix, row[f"{split}_by_position"]).items()
+                ]
+                if metrics and not _has_metric(tracking, run_id, metrics[0]):
+                    tracking.client.log_batch(run_id, metrics=metrics)
+
+
+def position_metrics(prefix: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the losses of ranges of positions by metric, without those that are null."""
+    # Equal widths of the numbers keep the charts in the order of the positions.
+    return {
+        f"{prefix}{each['start']:07d}": float(each["loss"])
+        for each in rows
+        if each["loss"] is not None
+    }
+
+
+def _has_metric(tracking: Tracking, run_id: str, metric: "Metric") -> bool:
+    """Return True if the newest value of a metric at its step is this one."""
+    history = tracking.client.get_metric_history(run_id, metric.key)
+    values = [each for each in history if each.step == metric.step]
+    newest = max(values, key=lambda each: each.timestamp, default=None)
+    return newest is not None and math.isclose(newest.value, metric.value, rel_tol=PPL_TOLERANCE)
 
 
 def log_scores(

@@ -1,7 +1,8 @@
 """Options of MLflow's transformers flavor for each kind of exported model.
 
-transformers 5 has no pipeline for encoder-decoders: such a model is loaded as model and tokenizer
-(`mlflow.transformers.load_model(uri, return_type="components")`), and has no `pyfunc`.
+transformers 5 has no pipeline for encoder-decoders and multiple choice: such a model is loaded as
+model and tokenizer (`mlflow.transformers.load_model(uri, return_type="components")`), and has no
+`pyfunc`.
 """
 
 from importlib import metadata
@@ -36,6 +37,8 @@ def task_of(directory: Path) -> Task:
     architecture: str = config["architectures"][0]
     if architecture.endswith("ForSequenceClassification"):
         return Task("text-classification", "TextClassificationPipeline", architecture, {})
+    if architecture.endswith("ForMultipleChoice"):
+        return Task("multiple-choice", "MultipleChoicePipeline", architecture, {}, served=False)
     if config.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
         return Task(
             "text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False

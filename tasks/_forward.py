@@ -19,10 +19,13 @@ from typing import Any
 from megacore.artifact.files import read_json, write_json
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader
+from megacore.observe.logging import perplexity
 from tasks._checkpoint_models import (
+    POSITION_PREFIXES,
     ensure_checkpoint_model,
     log_checkpoint_perplexity,
     mark_deleted,
+    position_metrics,
 )
 from tasks._doctor import send_preflight
 from tasks._flow_config import FlowConfig
@@ -82,8 +85,14 @@ WITH_TOKENS = frozenset(
 """Metrics that have a second curve by consumed tokens."""
 BY_POSITION = "by_position"
 """Field of a perplexity event with the loss of each range of positions."""
-POSITION_PREFIX = "validation/loss_by_position/"
-"""Prefix of the loss's metric of a range of positions; its first position follows."""
+BY_SOURCE = "by_source"
+"""Field of an event with the loss of each source of a blend."""
+SOURCE_PREFIXES = {
+    "step": "train/loss_by_source/",
+    "evaluation": "validation/loss_by_source/",
+    "perplexity": "validation/ppl_by_source/",
+}
+"""Prefixes of the metrics of a source, by kind of event; the source's name follows."""
 PREFIXES = {"evaluation": "validation/", "test": "test_"}
 """Prefixes of the metrics in the field METRICS, by kind of event."""
 ATTEMPTS = "attempts"
@@ -139,11 +148,11 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
     values = {f"{PREFIXES[kind]}{name}": value for name, value in measured.items()} | {
         name: event[field] for field, name in CURVES[kind].items() if field in event
     }
-    # Equal widths of the numbers keep the charts in the order of the positions.
-    values |= {
-        f"{POSITION_PREFIX}{each['start']:07d}": each["loss"]
-        for each in event.get(BY_POSITION) or ()
-    }
+    values |= position_metrics(POSITION_PREFIXES["valid"], event.get(BY_POSITION) or ())
+    for each in event.get(BY_SOURCE) or ():
+        loss = each["loss"]
+        ppl = kind == "perplexity" and loss is not None
+        values[f"{SOURCE_PREFIXES[kind]}{each['source']}"] = perplexity(loss) if ppl else loss
     for name, value in values.items():
         if value is not None:
             yield Point(name, float(value), timestamp, int(event["iteration"]))

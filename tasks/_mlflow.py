@@ -149,6 +149,8 @@ class RunFacts:
     """Further tags, such as the flow run's name."""
     epochs: Epochs | None = None
     """Epochs of a pretraining over its data, recorded as the metric `epochs`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics without a step, such as those of the curation of the data."""
 
 
 class Tracking:
@@ -504,6 +506,8 @@ def _describe(
     tracking.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     if facts.epochs is not None:
         tracking.client.log_metric(run_id, "epochs", facts.epochs.epochs)
+    for name, value in facts.metrics.items():
+        tracking.client.log_metric(run_id, name, value)
     log_datasets(tracking, run_id, facts.datasets)
     tracking.client.log_text(run_id, text, "config.yaml")
     # Last, so that after a crash before this line the run is described again.

@@ -71,6 +71,8 @@ class StageRunner(Generic[Config]):
     rows: list[StageRow] = field(default_factory=list)
     summary: str = ""
     """Markdown that is shown below the table and stored with the flow run."""
+    contamination: Artifact | None = None
+    """Shares of contaminated items; None without `evaluate.contamination`."""
     ended: State[Any] | None = None
     """Return value of the flow: the state of a run whose training was stopped on request, otherwise
     None."""

@@ -138,7 +138,7 @@ def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -
 
     The file is .png or .svg.
     """
-    from megacore.inspect.draw import draw_lengths
+    from megacore.inspect.tokens import draw_lengths
 
     return draw_lengths(lengths, path, title)
 
@@ -220,7 +220,21 @@ def plot_smoothed(axes: "Axes", curve: Curve, label: str, *, limit: int | None =
     if smooth is not curve:
         raw = drawn[0]
         axes.plot(raw.iterations, raw.values, color=TRAIN_COLOR, linewidth=0.8, alpha=0.7)
-    axes.plot(drawn[1].iterations, drawn[1].values, color=SMOOTH_COLOR, linewidth=1.6, label=label)
+    plot_line(axes, drawn[1], label=label)
+
+
+def plot_line(axes: "Axes", curve: Curve, *, label: str | None = None) -> None:
+    """Plot a line; a single point, of which a line shows nothing, has a marker."""
+    style = "o" if len(curve.values) == 1 else "-"
+    axes.plot(
+        curve.iterations,
+        curve.values,
+        style,
+        color=SMOOTH_COLOR,
+        linewidth=1.6,
+        markersize=4,
+        label=label,
+    )
 
 
 def plot_validation(

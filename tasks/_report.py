@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -56,6 +56,13 @@ class ReportFacts:
     """Outputs of the stages, in their order."""
     mlflow_run: str
     """Id of the MLflow run."""
+    zero_shot: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Scores of the stage zeroshot by checkpoint, oldest first."""
+    lm_eval: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Scores of lm-eval by name, by iteration of the exported checkpoint."""
+    contamination: Sequence[Sequence[str]] = ()
+    """Evaluation set, items, searched, contaminated, share and note."""
+    contamination_warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -78,18 +85,26 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
     history = RunHistory(run_directory / "events.jsonl")
     last = history.attempts[-1] if history.attempts else None
     test_ppl = {row["iteration"]: row["test_ppl"] for row in _evaluated(facts)}
+    history.by_position |= _by_position(facts, "valid")
+    test_by_position = _by_position(facts, "test").get(facts.exported or 0, [])
     values = {
         "name": facts.config.name,
         "run": run_directory.name,
         "written": _date(time.time()),
         "zone": _zone(),
         "headline": _headline(history, facts),
-        "charts": draw_charts(history, test_ppl),
+        "charts": draw_charts(history, test_ppl, test_by_position, facts.lm_eval),
         "restarts": len(history.attempts) - 1,
         "times": _times(last),
         "layouts": layouts_chart(facts.config, last),
         "checkpoints": _checkpoint_rows(history, facts),
+        "lm_eval": _lm_eval_rows(facts),
         "notes": [row["disagreement"] for row in _evaluated(facts) if row.get("disagreement")],
+        "zero_shot": _zero_shot_rows(facts),
+        "zero_shot_checkpoints": [_iteration(name) for name in facts.zero_shot],
+        "contamination": facts.contamination,
+        "contamination_warnings": facts.contamination_warnings,
+        "passkeys": _passkey_tables(facts),
         "sample": _sample(facts),
         "data": _data(facts),
         "stages": [
@@ -254,6 +269,24 @@ def _checkpoint_rows(history: RunHistory, facts: ReportFacts) -> dict[str, Any]:
     return {"rows": rows, "omitted": len(ranked) - len(shown)}
 
 
+def _lm_eval_rows(facts: ReportFacts) -> dict[str, Any]:
+    """Return the titles of the scored checkpoints, and a row for each score."""
+    names = dict.fromkeys(name for scores in facts.lm_eval.values() for name in scores)
+    rows = [
+        Row(
+            (
+                name.removeprefix("lm_eval/").replace("/", " "),
+                *(
+                    f"{scores[name]:.4g}" if name in scores else _UNKNOWN
+                    for scores in facts.lm_eval.values()
+                ),
+            )
+        )
+        for name in names
+    ]
+    return {"titles": [f"iteration {each:,}" for each in facts.lm_eval], "rows": rows}
+
+
 def _times(attempt: Attempt | None) -> dict[str, Any]:
     """Return the predicted and the measured time per iteration by part, and a sentence on both."""
     if attempt is None or not attempt.phases or not attempt.facts.get("predicted_ms"):
@@ -332,6 +365,69 @@ def _json(section: BaseModel) -> str:
 def _evaluated(facts: ReportFacts) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = facts.evaluation.get("checkpoints", [])
     return rows
+
+
+def _by_position(facts: ReportFacts, split: str) -> dict[int, list[dict[str, Any]]]:
+    """Return the losses by position of the stage evaluate, by iteration."""
+    rows = ((int(row["iteration"]), row.get(f"{split}_by_position")) for row in _evaluated(facts))
+    return {iteration: positions for iteration, positions in rows if positions}
+
+
+def _zero_shot_rows(facts: ReportFacts) -> list[tuple[str, str, list[str]]]:
+    """Return text, measure and the values of all checkpoints."""
+    measures = {
+        ("WikiText", "PPL per word"): ("wikitext", "word_ppl", "{:,.2f}"),
+        ("WikiText", "PPL per token"): ("wikitext", "token_ppl", "{:,.2f}"),
+        ("LAMBADA", "accuracy"): ("lambada", "accuracy", "{:.2%}"),
+        ("LAMBADA", "PPL of last words"): ("lambada", "target_ppl", "{:,.2f}"),
+        ("Passkey", "accuracy"): ("passkey", "accuracy", "{:.2%}"),
+        ("Passkey", "ranked accuracy"): ("passkey", "ranked_accuracy", "{:.2%}"),
+    }
+    return [
+        (
+            text,
+            measure,
+            [shown.format(scores[name][value]) for scores in facts.zero_shot.values()],
+        )
+        for (text, measure), (name, value, shown) in measures.items()
+        if facts.zero_shot and all(name in scores for scores in facts.zero_shot.values())
+    ]
+
+
+def _iteration(checkpoint: str) -> str:
+    """Return the title of a checkpoint's column: iter_0001000 as `iteration 1,000`."""
+    return f"iteration {int(checkpoint.removeprefix('iter_')):,}"
+
+
+def _passkey_tables(facts: ReportFacts) -> list[dict[str, Any]]:
+    """Return the accuracies by length and depth of the exported, else the last, checkpoint."""
+    exported = f"iter_{facts.exported or 0:07d}"
+    name = exported if exported in facts.zero_shot else next(reversed([*facts.zero_shot]), "")
+    result = facts.zero_shot.get(name, {}).get("passkey")
+    if result is None:
+        return []
+    depths = sorted({cell["depth"] for cell in result["cells"]})
+    lengths = sorted({cell["length"] for cell in result["cells"]})
+    checkpoint, chance = _iteration(name), result["chance"]
+    titles = {
+        "accuracy": f"Passkey accuracy of {checkpoint}",
+        "ranked_accuracy": f"Passkey ranked accuracy of {checkpoint}, chance {chance:.0%}",
+    }
+
+    def row(length: int, measure: str) -> list[str]:
+        cells = {
+            cell["depth"]: cell[measure] for cell in result["cells"] if cell["length"] == length
+        }
+        return [f"{length:,} tokens", *(f"{cells[depth]:.0%}" for depth in depths)]
+
+    return [
+        {
+            "title": title,
+            "depths": [f"depth {depth:.0%}" for depth in depths],
+            "rows": [row(length, measure) for length in lengths],
+        }
+        for measure, title in titles.items()
+    ]
 
 
 def _ppl(value: float | None) -> str:

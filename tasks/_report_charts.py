@@ -1,18 +1,20 @@
 """SVG charts of a run's report: curves by tokens and training time, and attempts by the clock."""
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megacore.observe.logging import MFU_NAMES, perplexity
 from tasks._plots import (
     SMOOTH_COLOR,
     VALID_COLOR,
     Curve,
+    plot_line,
     plot_smoothed,
     plot_validation,
     set_log_scale,
@@ -49,6 +51,10 @@ _MARGIN = 1.03
 _MOST_MARKS = 400
 _NAMED_ATTEMPTS = 8
 _MOST_POSITION_CURVES = 5
+_MOST_TASKS = 8
+_SHARES = ("acc", "exact_match", "acc_norm", "f1")
+"""Metrics of lm-eval between 0 and 1; the first that a task has is drawn."""
+_MOST_SOURCES = 10
 _HEADROOM = 1.08
 _WIDE_RANGE = 20.0
 """Ratio of the largest gradient norm to the median from which its axis is logarithmic."""
@@ -66,17 +72,27 @@ class Chart:
     svg: str
 
 
-def draw_charts(history: RunHistory, test_ppl: Mapping[int, float]) -> list[Chart]:
+def draw_charts(
+    history: RunHistory,
+    test_ppl: Mapping[int, float],
+    test_by_position: Sequence[Mapping[str, Any]] = (),
+    lm_eval: Mapping[int, Mapping[str, float]] | None = None,
+) -> list[Chart]:
     """Draw the charts for which the run has values.
 
     Args:
         history: history of the run.
         test_ppl: perplexity of the test split by iteration of the checkpoint.
+        test_by_position: start and loss of each range of positions of the test split, for the
+            exported checkpoint.
+        lm_eval: scores of lm-eval by name, by iteration of the checkpoint.
     """
     drawn = (
         _loss(history),
         _perplexity(history, test_ppl),
-        _by_position(history),
+        _by_source(history),
+        _by_position(history, test_by_position),
+        _accuracies(history, lm_eval or {}),
         _learning_rate(history),
         _gradient_norm(history),
         _throughput(history),
@@ -130,7 +146,43 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
         return Chart("Perplexity", "Of the weights of each checkpoint.", svg_of(figure))
 
 
-def _by_position(history: RunHistory) -> Chart | None:
+def _by_source(history: RunHistory) -> Chart | None:
+    """Draw the loss of each source: quick validation, and pale the estimate of training."""
+    curves = {
+        kind: {name: Curve.of(points) for name, points in known.items() if points}
+        for kind, known in history.by_source.items()
+    }
+    train, valid = curves.get("step", {}), curves.get("evaluation", {})
+    names = list(dict.fromkeys([*valid, *train]))
+    if not names:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        for number, name in enumerate(names[:_MOST_SOURCES]):
+            for known, style, alpha in ((train, "-", 0.35), (valid, "o-", 1.0)):
+                if name not in known:
+                    continue
+                curve = known[name].thinned(MOST_POINTS)
+                axes.plot(
+                    history.tokens_at(curve.iterations),
+                    curve.values,
+                    style,
+                    color=f"C{number % 10}",
+                    alpha=alpha,
+                    markersize=3,
+                    linewidth=1.4,
+                    label=name if known is valid or name not in valid else None,
+                )
+        axes.set_ylabel("nats per token")
+        _legend(axes)
+        more = len(names) - _MOST_SOURCES
+        note = (
+            "Quick validation of each source of the blend; pale, the estimate of its training loss."
+        )
+        more_note = f" {more} more sources are not drawn." if more > 0 else ""
+        return Chart("Loss by source", f"{note}{more_note}", svg_of(figure))
+
+
+def _by_position(history: RunHistory, test: Sequence[Mapping[str, Any]]) -> Chart | None:
     """Draw the perplexity by position of a few checkpoints, the last in the strongest color."""
     from matplotlib.ticker import MaxNLocator
 
@@ -138,6 +190,7 @@ def _by_position(history: RunHistory) -> Chart | None:
         iteration: [each for each in rows if each["loss"] is not None]
         for iteration, rows in history.by_position.items()
     }
+    test = [each for each in test if each["loss"] is not None]
     iterations = sorted(iteration for iteration, rows in known.items() if len(rows) > 1)
     if not iterations:
         return None
@@ -145,21 +198,19 @@ def _by_position(history: RunHistory) -> Chart | None:
     chosen = [iterations[-1 - number * len(iterations) // count] for number in range(count)]
     with _bare_figure() as (figure, (axes,)):
         curves = {iteration: known[iteration] for iteration in chosen}
-        set_log_scale(
-            axes, [perplexity(each["loss"]) for curve in curves.values() for each in curve]
-        )
+        rows = [*test, *(each for curve in curves.values() for each in curve)]
+        set_log_scale(axes, [perplexity(each["loss"]) for each in rows])
         for number, (iteration, curve) in enumerate(curves.items()):
-            starts = [each["start"] for each in curve]
-            width = min(after - before for before, after in pairwise(starts))
             axes.plot(
-                [start + (width - 1) / 2 for start in starts],
-                [perplexity(each["loss"]) for each in curve],
+                *_middles(curve),
                 "o-",
                 color=VALID_COLOR,
                 alpha=1.0 - 0.8 * number / count,
                 markersize=4,
                 label=f"iteration {iteration:,}",
             )
+        if len(test) > 1:
+            axes.plot(*_middles(test), "D--", color=_TEST_COLOR, markersize=4, label="test")
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.set_xlabel("position in the sample (tokens)")
@@ -168,7 +219,7 @@ def _by_position(history: RunHistory) -> Chart | None:
         axes.legend(
             loc="lower right",
             bbox_to_anchor=(1, 1),
-            ncols=_MOST_POSITION_CURVES,
+            ncols=_MOST_POSITION_CURVES + 1,
             borderaxespad=0,
             columnspacing=1.2,
             handletextpad=0.4,
@@ -176,9 +227,44 @@ def _by_position(history: RunHistory) -> Chart | None:
         )
         return Chart(
             "Perplexity by position",
-            "Validation, in ranges of positions of equal width, of some checkpoints.",
+            "In ranges of positions of equal width: validation of some checkpoints"
+            + (", test of the exported one." if len(test) > 1 else "."),
             svg_of(figure),
         )
+
+
+def _middles(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return the middle and the perplexity of each range of positions."""
+    starts = [each["start"] for each in rows]
+    width = min(after - before for before, after in pairwise(starts))
+    return (
+        [start + (width - 1) / 2 for start in starts],
+        [perplexity(each["loss"]) for each in rows],
+    )
+
+
+def _accuracies(history: RunHistory, lm_eval: Mapping[int, Mapping[str, float]]) -> Chart | None:
+    """Draw one score of each task that was measured for several checkpoints and is a share."""
+    iterations = sorted(lm_eval)
+    names = dict.fromkeys(name for scores in lm_eval.values() for name in scores)
+    curves: dict[str, list[float]] = {}
+    for name in names:
+        values = [lm_eval[iteration].get(name, math.nan) for iteration in iterations]
+        _, task, *metric = name.split("/")
+        if metric[0] in _SHARES and not any(map(math.isnan, values)):
+            curves.setdefault(task, values)
+    if len(iterations) < 2 or not curves:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        tokens = history.tokens_at(iterations)
+        for task, values in list(curves.items())[:_MOST_TASKS]:
+            axes.plot(tokens, values, "o-", markersize=4, label=task)
+        axes.set_ylabel("score")
+        _legend(axes, "upper left")  # scores rise
+        note = "Accuracy or exact matches of each task."
+        if len(curves) > _MOST_TASKS:
+            note += f" {len(curves) - _MOST_TASKS} more are in the table."
+        return Chart("lm-eval", note, svg_of(figure))
 
 
 def _learning_rate(history: RunHistory) -> Chart | None:
@@ -188,7 +274,7 @@ def _learning_rate(history: RunHistory) -> Chart | None:
     if not rates.values:
         return None
     with _figure(history) as (figure, (axes,)):
-        axes.plot(rates.iterations, rates.values, color=SMOOTH_COLOR, linewidth=1.6)
+        plot_line(axes, rates)
         axes.set_ylim(0, max(rates.values) * _HEADROOM or 1.0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
         return Chart("Learning rate", "Of the last update of each log interval.", svg_of(figure))
@@ -364,9 +450,9 @@ def _plot_best(axes: "Axes", curve: Curve, label: str, number: str) -> None:
     plot_validation(axes, curve.thinned(MOST_POINTS), label, number, position)
 
 
-def _legend(axes: "Axes") -> None:
+def _legend(axes: "Axes", corner: Literal["upper left", "upper right"] = "upper right") -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right", edgecolor="none", framealpha=0.9)
+        axes.legend(loc=corner, edgecolor="none", framealpha=0.9)
 
 
 def _percent(share: float) -> str:

@@ -132,7 +132,10 @@ class RunHistory:
         self.checkpoints: dict[int, SavedCheckpoint] = {}
         self.warnings: list[dict[str, Any]] = []
         self.by_position: dict[int, list[dict[str, float]]] = {}
-        """Start, loss and tokens of each range of positions, by iteration of the checkpoint."""
+        """Start, loss and tokens of each range of positions, by iteration of the checkpoint. Of a
+        repeated iteration they are of the last report, as the checkpoint."""
+        self.by_source: dict[str, dict[str, dict[int, float]]] = {}
+        """Losses by kind of event, source and iteration."""
         self._values: dict[str, dict[int, float]] = {
             name: {} for curves in CURVES.values() for name in curves
         }
@@ -193,6 +196,10 @@ class RunHistory:
         if fields is not None:
             iteration = int(event["iteration"])
             self._add_values(event, iteration, fields)
+            for each in event.get("by_source") or ():
+                points = self.by_source.setdefault(kind, {}).setdefault(str(each["source"]), {})
+                if each["loss"] is not None:
+                    points.setdefault(iteration, float(each["loss"]))
             if kind == "step":
                 attempt.times.append(event["time"])
                 attempt.iterations.append(iteration)
@@ -239,7 +246,7 @@ class RunHistory:
         checkpoint = self.checkpoints.setdefault(iteration, SavedCheckpoint(iteration))
         if event["kind"] == "perplexity":
             if event.get("by_position"):
-                self.by_position.setdefault(iteration, event["by_position"])
+                self.by_position[iteration] = event["by_position"]
             checkpoint.valid_ppl = _number(event.get("valid_ppl"))
         elif event["kind"] == "checkpoint":
             self._add_values(event, iteration, {})

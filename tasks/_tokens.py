@@ -38,7 +38,8 @@ def written_bytes(config: RunConfig, corpus: Artifact, tokenizer: Artifact, *, s
     """
     from megacore.token_files.indexed_dataset import UINT16_LIMIT
 
-    if Manifest.read(corpus.directory).parameters.get("kind") not in _TEXT_KINDS:
+    kind = Manifest.read(corpus.directory).parameters.get("kind")
+    if corpus.stage not in ("curate", "decontaminate") and kind not in _TEXT_KINDS:
         return 0
     wide = tokenizer.counts["vocab_size"] >= UINT16_LIMIT
     copies = 1 + config.data.shuffle_documents + shards

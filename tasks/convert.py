@@ -1,5 +1,6 @@
-"""Stage `convert`: export of the best checkpoint as a transformers model with the same outputs."""
+"""Stage `convert`: export of a checkpoint as a transformers model with the same outputs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
-from tasks.evaluate import fresh_scratch, log_tail
+from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
 from tasks.train import job_of
 
 
@@ -21,9 +22,11 @@ def convert_key(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    checkpoint: str | None = None,
 ) -> StageKey:
-    """Return the key of the exported model."""
-    parameters = key_parameters(config, "convert", {"checkpoint": evaluation.counts["best"]})
+    """Return the key of the exported model; None stands for the best checkpoint."""
+    chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
+    parameters = key_parameters(config, "convert", chosen)
     return StageKey.of(
         "convert",
         stages.CONVERT_VERSION,
@@ -42,13 +45,19 @@ def convert(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    checkpoint: str | None = None,
 ) -> StageResult:
-    """Export the checkpoint with the lowest validation loss; the stage fails if the gate fails."""
-    key = convert_key(config, trained, evaluation, tokens, tokenizer, index)
+    """Export a checkpoint, or the one with the lowest validation loss.
+
+    The stage fails if the gate fails.
+    """
+    key = convert_key(config, trained, evaluation, tokens, tokenizer, index, checkpoint)
 
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(trained.directory, f"convert-{key.key}")
-        best = evaluation.counts["best"]
+        chosen = checkpoint or evaluation.counts["best"]
+        rows = read_evaluation(evaluation)["checkpoints"]
+        (scores,) = (row for row in rows if row["checkpoint"] == chosen)
         job = ConvertJob(
             **job_of(
                 # One rank has the whole model, independent of the training's layout and of the
@@ -63,15 +72,15 @@ def convert(
             ).model_dump()
             | {
                 "exit_directory": str(scratch / "exit"),
-                "checkpoint": str(trained.directory / "checkpoints" / best),
+                "checkpoint": str(trained.directory / "checkpoints" / chosen),
                 "output_directory": str(directory),
-                "card": _card(config, trained, evaluation, tokens),
+                "card": _card(config, trained, evaluation, tokens, scores),
             }
         )
         report = stages.convert(job, scratch, log_tail(scratch / "convert.log").poll)
         return {
-            "checkpoint": best,
-            "iteration": evaluation.counts["iteration"],
+            "checkpoint": chosen,
+            "iteration": scores["iteration"],
             "max_logit_difference": report["max_abs_logit_difference"],
             "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
         }
@@ -90,9 +99,12 @@ def _model_bytes(config: RunConfig, tokenizer: Artifact) -> int:
 
 
 def _card(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    tokens: Artifact,
+    scores: Mapping[str, Any],
 ) -> dict[str, str]:
-    counts = evaluation.counts
     return {
         "name": config.name,
         "source": "; ".join(
@@ -100,8 +112,8 @@ def _card(
         ),
         "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
         "run": trained.directory.name,
-        "iteration": str(counts["iteration"]),
-        "valid_ppl": f"{counts['valid_ppl']:.2f}",
-        "test_ppl": f"{counts['test_ppl']:.2f}",
-        "unigram_test_ppl": f"{counts['unigram_test_ppl']:.1f}",
+        "iteration": str(scores["iteration"]),
+        "valid_ppl": f"{scores['valid_ppl']:.2f}",
+        "test_ppl": f"{scores['test_ppl']:.2f}",
+        "unigram_test_ppl": f"{evaluation.counts['unigram_test_ppl']:.1f}",
     }

@@ -33,7 +33,7 @@ from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
 from tasks._cache import StageResult, artifact_problem, build, stage_task
-from tasks._checkpoint_models import log_perplexities
+from tasks._checkpoint_models import log_losses_by_position, log_perplexities
 from tasks._devices import devices
 from tasks._launch import LogTail
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
@@ -45,6 +45,8 @@ from tasks.train import make_job
 REPORT = "evaluation.json"
 SCORE = "score.json"
 PERPLEXITIES = ("valid_ppl", "test_ppl")
+_DEFINITION = 2
+"""Version of the definition of `test_ppl`."""
 _POLL = 0.1
 """Seconds between two looks for a score."""
 
@@ -384,6 +386,7 @@ def log_score(
         log_datasets(tracking, run_id, datasets)
         now = round(1000 * time.time())
         log_perplexities(tracking, run_id, perplexities, datasets=datasets, timestamp_ms=now)
+        log_losses_by_position(tracking, run_id, [row], timestamp_ms=now)
         return True
 
     data = {role: asdict(dataset) for role, dataset in datasets.items()}
@@ -456,11 +459,13 @@ def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> d
     Runs with equal values have comparable perplexities. The train and validation splits do not
     count, so the number of iterations and the weights of a blend may differ.
     """
+    digests = split_digests(config, tokens, "test")
     return {
-        "version": stages.EVALUATE_VERSION,
+        "version": _DEFINITION,
+        **({"order": "mixed by size"} if len(digests) > 1 else {}),
         **split_data(config),
         "max_samples": config.evaluate.max_samples,
-        "tokens": split_digests(config, tokens, "test"),
+        "tokens": digests,
         "tokenizer": tokenizer.digest,
     }
 

@@ -17,23 +17,21 @@ from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
-from megacore.finetune.batch_size import (
-    Answer,
-    Fits,
-    as_markdown,
-    gigabytes,
-    notes,
-    table_rows,
-    train_seconds,
-)
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware
 from megacore.ranks.batch_size_search import (
     FIND_BATCH_SIZE_VERSION,
+    Answer,
+    Fits,
     Watch,
+    as_markdown,
     check_methods,
     compare,
+    gigabytes,
     method_config,
+    notes,
+    table_rows,
+    train_seconds,
 )
 from tasks._cache import StageResult, build, stage_task
 from tasks._devices import devices

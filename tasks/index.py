@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.artifact.files import canonical_json
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.blend_schedule import blend_steps
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
 from megacore.plan.epochs import Epochs, measured_epochs
-from megacore.token_files.indexed_dataset import token_prefixes
+from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Dataset
 
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 """Sections of `data` that determine the samples of a single family; keys of other families leave
 them out."""
-_TRAINING_ONLY = ("fim", "weights", "reset_position_ids", "reset_attention_mask")
+_TRAINING_ONLY = (
+    "fim",
+    "weights",
+    "blend_temperature",
+    "reset_position_ids",
+    "reset_attention_mask",
+)
 """Values that determine samples, but not which tokens of a held-out split are predicted."""
 
 
@@ -66,20 +74,42 @@ def index_options(config: RunConfig) -> "IndexOptions":
 
 def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
     """Return the data sets of each split, with their weights."""
+    from megacore.data.blend import temperature_weights
     from megacore.data.index_maps import Member, Mixture
+    from megacore.data.index_options import WeightStep
 
     data = config.data
     prefixes = dict(zip(data.sources, token_prefixes(tokens.directory), strict=True))
 
     def members(blend: tuple[WeightedSource, ...]) -> tuple[Member, ...]:
-        return tuple(Member(prefixes[member.source], member.weight) for member in blend)
+        names = [prefixes[member.source] for member in blend]
+        weights: Sequence[float | None] = [member.weight for member in blend]
+        if data.blend_temperature is not None:
+            datasets = [IndexedDataset(name) for name in names]
+            sizes = [max(1, each.count_tokens(0, len(each))) for each in datasets]
+            weights = temperature_weights(sizes, data.blend_temperature)
+        return tuple(
+            Member(name, weight, member.max_epochs)
+            for name, weight, member in zip(names, weights, blend, strict=True)
+        )
 
+    steps = tuple(WeightStep(*step) for step in blend_steps(data))
     if data.split_blends is not None:
         blends = data.split_blends
-        return Mixture.per_split(members(blends.train), members(blends.valid), members(blends.test))
+        return Mixture.per_split(
+            members(blends.train), members(blends.valid), members(blends.test), steps=steps
+        )
     if data.blend is not None:
-        return Mixture.blend(members(data.blend))
+        return Mixture.blend(members(data.blend), steps)
     return Mixture.single(*prefixes.values())
+
+
+def read_steps(config: RunConfig) -> dict[str, Any]:
+    """Return the steps of the blend's weights within the training as a value of a key, if any."""
+    samples, *_ = requested_samples(config)
+    steps = blend_steps(config.data)
+    read = [[first, list(weights)] for first, weights in steps if first < samples]
+    return {"blend_schedule": read} if read else {}
 
 
 def resolved_samples(config: RunConfig) -> dict[str, Any]:
@@ -168,8 +198,8 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
-def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float]]:
-    """Return (number among the sources, weight) of each member."""
+def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float | None]]:
+    """Return (number among the sources, weight) of each member; null with a temperature."""
     return [[config.data.sources.index(member.source), member.weight] for member in blend]
 
 
@@ -183,7 +213,8 @@ def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
 
     plan_of = index_plan if config.family == "gpt" else sentence_plan
     plan = plan_of(mixture(config, tokens), index_options(config), requested_samples(config))
-    parameters = key_parameters(config, "index", resolved_samples(config) | {"plan": plan})
+    resolved = resolved_samples(config) | read_steps(config) | {"plan": plan}
+    parameters = key_parameters(config, "index", resolved)
     return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
 

@@ -8,10 +8,14 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.cluster.executors import check_executor
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config import RunConfig, load_config
+from megacore.config.curate import compares_sources
 from megacore.config.data import HubSource, Source, SourceTreeSource, TextSource
 from megacore.convert.counterparts import exportable
+from megacore.corpus.contamination import check_installed
+from megacore.corpus.curate import check_steps, needed_bytes
 from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
@@ -25,14 +29,18 @@ from megacore.plan.epochs import (
 from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from megacore.ranks.evaluate import UNIGRAM
+from megacore.zeroshot.harness import check_tasks
 from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._tokens import tokenize_key
+from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
+from tasks.curate import curate_key
 from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
 from tasks.index import epochs_of, index_key
+from tasks.lm_eval import lm_eval_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
 from tasks.tokenize import blend_key, tokenizer_key
@@ -53,6 +61,11 @@ def load_checked_config(
     """
     config = load_config(conf, overrides, conf_dir=CONF_DIR)
     Workspace.of()
+    if config.data.curate:
+        check_steps(config.data.curate)
+        check_executor(config.data.curate_executor)
+    if config.evaluate.contamination:
+        check_installed()
     if trains:
         get_run_logger().info("preflight: %s", check_machine(config))
         warn_of_other_runs(config)
@@ -71,6 +84,7 @@ def check_machine(config: RunConfig) -> str:
     check_launcher(config.launch)
     exportable(config.family, config.model, config.data)
     text_digests(config)
+    check_tasks(config.evaluate.lm_eval)
     check_push(config.export)
     return preflight(config, expected_vocab_size(config.data.tokenizer), Hardware.detect()).report()
 
@@ -81,6 +95,13 @@ def planned_training(config: RunConfig) -> list[PlannedStage]:
     several = len(sources) > 1
     corpora = tuple(numbered("collect", number) for number in range(len(sources)))
     members = tuple(numbered("tokenize", number) for number in range(len(sources)))
+    curated = corpora
+    if config.data.curate:
+        curated = tuple(numbered("curate", number) for number in range(len(sources)))
+    searches = _searches(config)
+    documents = curated
+    if config.evaluate.contamination == "remove":
+        documents = tuple(numbered("decontaminate", number) for number in range(len(sources)))
     punkt = "punkt" if needs_punkt(config) else None
     tokens = "blend" if several else members[0]
     data = (tokens, "tokenizer", "index")
@@ -89,16 +110,45 @@ def planned_training(config: RunConfig) -> list[PlannedStage]:
             PlannedStage(name, partial(collect_key, source=source))
             for name, source in zip(corpora, sources, strict=True)
         ),
-        PlannedStage("tokenizer", tokenizer_key, (corpora,)),
+        *(
+            PlannedStage(
+                name,
+                curate_key,
+                (corpus, curated[: number if compares_sources(config.data.curate) else 0]),
+            )
+            for number, (name, corpus) in enumerate(zip(curated, corpora, strict=True))
+            if config.data.curate
+        ),
+        *(
+            PlannedStage(name, search_key, (corpus,))
+            for name, corpus in zip(searches, curated, strict=bool(searches))
+        ),
+        *(
+            PlannedStage(name, partial(decontaminate_key, number=number), (corpus, searches))
+            for number, (name, corpus) in enumerate(zip(documents, curated, strict=True))
+            if name != corpus
+        ),
+        PlannedStage("tokenizer", tokenizer_key, (documents,)),
         *([PlannedStage("punkt", punkt_key)] if punkt else []),
         *(
             PlannedStage(name, tokenize_key, (corpus, "tokenizer", punkt))
-            for name, corpus in zip(members, corpora, strict=True)
+            for name, corpus in zip(members, documents, strict=True)
         ),
         *([PlannedStage("blend", blend_key, (members,))] if several else []),
         PlannedStage("index", index_key, (tokens,)),
+        *(
+            [PlannedStage("contamination", contamination_key, (searches, tokens, "index"))]
+            if searches
+            else []
+        ),
         PlannedStage("train", train_key, data, problem=training_problem, directory=_run_directory),
     ]
+
+
+def _searches(config: RunConfig) -> tuple[str, ...]:
+    if config.evaluate.contamination is None:
+        return ()
+    return tuple(numbered("search", number) for number in range(len(config.data.sources)))
 
 
 def planned_publication(config: RunConfig, trained: Artifact | None) -> list[PlannedStage]:
@@ -111,18 +161,26 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
     kept = () if trained is None else _kept(trained)
     models = (*kept, Target(UNIGRAM))
     scores = tuple(f"evaluate {target.name}" for target in models)
+    zero_shot = _planned_zero_shot(config, kept)
+    lm_eval = _planned_lm_eval(config, kept, data)
+    scored = (*zero_shot, *(planned for planned in lm_eval if planned.stage == "lm-eval"))
     return [
         *(
             PlannedStage(name, partial(score_key, target=target), ("index",))
             for name, target in zip(scores, models, strict=True)
         ),
         PlannedStage("evaluate", evaluate_key, ("train", scores[-1], scores[:-1])),
-        *_planned_zero_shot(config, kept),
+        *zero_shot,
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
+        *lm_eval,
         PlannedStage(
             "publish",
             publish_key,
-            ("train", "evaluate", "convert", *data),
+            (
+                *("train", "evaluate", "convert", *data),
+                tuple(planned.name for planned in scored),
+                "contamination" if _searches(config) else None,
+            ),
             problem=publication_problem,
         ),
         *planned_push(config.export, "train", "convert", "publish"),
@@ -153,6 +211,28 @@ def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[Plan
     return [PlannedStage("zeroshot", key_of_best, ("evaluate", "tokenizer"))]
 
 
+def _planned_lm_eval(
+    config: RunConfig, kept: tuple[Target, ...], data: tuple[str, str, str]
+) -> list[PlannedStage]:
+    wanted = config.evaluate.lm_eval
+    if not wanted.tasks:
+        return []
+    if not kept or wanted.checkpoints == "best":
+        return [PlannedStage("lm-eval", lm_eval_key, ("convert",))]
+    names = [target.name for target in kept]
+    exports = [
+        PlannedStage(
+            f"convert {name}",
+            partial(convert_key, checkpoint=name),
+            ("train", "evaluate", *data),
+        )
+        for name in names
+    ]
+    return exports + [
+        PlannedStage(f"lm-eval {name}", lm_eval_key, (f"convert {name}",)) for name in names
+    ]
+
+
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
     """Print (and store) the configuration, each stage's key and state, and the cost; run nothing.
 
@@ -172,14 +252,29 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
         for planned in planned_publication(config, artifacts.get("train"))
     ]
     epochs = planned_epochs(config, artifacts)
+    lines = [f"training: {cost}", epochs.sentence() if epochs else EPOCHS_UNKNOWN]
     show_plan(
         config.name,
         rows,
-        f"training: {cost}\n{epochs.sentence() if epochs else EPOCHS_UNKNOWN}",
+        "\n".join([*lines, *_planned_curation(config, artifacts)]),
         refusal,
         lambda: launch_commands(config, artifacts),
         warning=epochs.warning() if epochs else None,
     )
+
+
+def _planned_curation(config: RunConfig, artifacts: Mapping[str, Artifact]) -> list[str]:
+    """Return a sentence on the disk that the next curations need, if their corpora exist."""
+    missing = [
+        corpus.counts["bytes"]
+        for number in range(len(config.data.sources))
+        if (corpus := artifacts.get(numbered("collect", number))) is not None
+        and numbered("curate", number) not in artifacts
+    ]
+    if not config.data.curate or not missing:
+        return []
+    needed = needed_bytes(max(missing), config.data.curate)
+    return [f"curate: takes about {needed / 2**30:,.2f} GiB of disk, most of it temporarily"]
 
 
 def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epochs | None:
@@ -213,6 +308,13 @@ def _tokens(
     tokens = artifacts.get(numbered("tokenize", number))
     if tokens is not None:
         return tokens.counts["tokens"], True
+    if config.data.curate:
+        curated = artifacts.get(numbered("curate", number))
+        return (
+            (None, False)
+            if curated is None
+            else (curated.counts["bytes"] // BYTES_PER_TOKEN, False)
+        )
     corpus = artifacts.get(numbered("collect", number))
     # The files of other sources may be compressed, or hold more than the text.
     if corpus is None or not isinstance(source, HubSource | SourceTreeSource | TextSource):

@@ -4,6 +4,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from prefect import get_run_logger
 
@@ -14,11 +15,14 @@ from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
-from tasks._checkpoint_models import log_perplexities
+from tasks._checkpoint_models import log_losses_by_position, log_perplexities, log_scores
 from tasks._mlflow import STORE_ERRORS, Tracking
 from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
+from tasks.contamination import REPORT as CONTAMINATION
+from tasks.contamination import contamination_metrics, contamination_rows, withheld
+from tasks.contamination import warnings as contamination_warnings
 from tasks.evaluate import REPORT as EVALUATION
 from tasks.evaluate import (
     evaluation_summary,
@@ -29,7 +33,9 @@ from tasks.evaluate import (
     read_evaluation,
 )
 from tasks.index import epochs_summary, split_datasets
+from tasks.lm_eval import scores_of
 from tasks.train import run_facts
+from tasks.zeroshot import metrics_of, published, read_scores, shown_scores
 
 VERSION = 2
 METRICS = (
@@ -53,9 +59,14 @@ def publish_key(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    scored: tuple[Artifact, ...] = (),
+    contamination: Artifact | None = None,
 ) -> StageKey:
     """Return the key of a publication: its inputs and the registered name."""
     parameters = key_parameters(config, "publish", {"registered_model": config.registered_model})
+    scores = {f"{each.stage} {each.counts['checkpoint']}": each for each in scored}
+    if contamination is not None:
+        scores["contamination"] = contamination
     return StageKey.of(
         "publish",
         VERSION,
@@ -64,10 +75,11 @@ def publish_key(
         evaluation=evaluation,
         export=export,
         tokens=tokens,
+        **scores,
     )
 
 
-def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
+def publication_problem(config: RunConfig, *inputs: Any, **named: Any) -> str | None:
     """Return why the model must be published (again).
 
     None if the registry still has the version named in the receipt.
@@ -84,16 +96,23 @@ def publish(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    scored: tuple[Artifact, ...] = (),
+    contamination: Artifact | None = None,
 ) -> StageResult:
-    """Send the missing parts of the run to MLflow; register the exported model."""
-    key = publish_key(config, trained, evaluation, export, tokens, tokenizer, index)
+    """Send the missing parts of the run to MLflow; register the exported model.
+
+    `scored` are the scores of the stages zeroshot and lm-eval, by iteration. Those of evaluation
+    sets that `contamination` withholds are left out.
+    """
+    data = (tokens, tokenizer, index, scored, contamination)
+    key = publish_key(config, trained, evaluation, export, *data)
     result = build_publication(
         config,
         key,
         trained.directory,
         lambda: run_facts(config, trained.directory.name, tokens, index),
         lambda tracking, run_id: _send(
-            config, tracking, run_id, trained, evaluation, export, tokens, tokenizer, index
+            config, tracking, run_id, trained, evaluation, export, *data
         ),
     )
     tracking, datasets = tracking_of(config), split_datasets(config, tokens, index)
@@ -114,6 +133,8 @@ def _send(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    scored: tuple[Artifact, ...],
+    contamination: Artifact | None,
 ) -> dict[str, str]:
     from tasks._plots import plot_run
     from tasks._report import ReportFacts, write_report
@@ -125,27 +146,45 @@ def _send(
     ]
     report = read_evaluation(evaluation)
     counts = evaluation.counts
+    hidden = withheld(config, contamination)
+    searches = () if contamination is None else (contamination,)
     facts = ReportFacts(
         config=config,
         evaluation=report,
         exported=counts["iteration"],
         sample=read_sample(export),
-        artifacts=(tokenizer, tokens, index, trained, evaluation, export),
+        artifacts=(tokenizer, tokens, index, *searches, trained, evaluation, export, *scored),
+        lm_eval={
+            each.counts["iteration"]: scores_of(each, hidden)
+            for each in scored
+            if each.stage == "lm-eval"
+        },
         mlflow_run=run_id,
+        zero_shot={
+            each.counts["checkpoint"]: shown_scores(each, hidden)
+            for each in scored
+            if each.stage == "zeroshot"
+        },
+        contamination=contamination_rows(config, contamination),
+        contamination_warnings=contamination_warnings(config, contamination),
     )
     page = write_report(scratch / REPORT, trained.directory, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
     with tracking.errors("take the evaluation"):
         tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
+    if contamination is not None:
+        _send_contamination(config, tracking, run_id, scored, contamination)
     datasets = split_datasets(config, tokens, index)
+    now = round(1000 * time.time())
     log_perplexities(
         tracking,
         run_id,
         perplexities_of(report["checkpoints"]),
         datasets=datasets,
-        timestamp_ms=round(1000 * time.time()),
+        timestamp_ms=now,
     )
+    log_losses_by_position(tracking, run_id, report["checkpoints"], timestamp_ms=now)
     return publish_model(
         tracking,
         run_id,
@@ -153,7 +192,11 @@ def _send(
         config.registered_model,
         digest=export.digest,
         iteration=counts["iteration"],
-        metrics={name: counts[name] for name in METRICS if name in counts},
+        metrics={
+            **{name: counts[name] for name in METRICS if name in counts},
+            **facts.lm_eval.get(counts["iteration"], {}),
+            **contamination_metrics(contamination),
+        },
         tags={
             "run": trained.directory.name,
             "evaluate": evaluation.key,
@@ -168,6 +211,24 @@ def _send(
         pictures=pictures,
         report=page,
     )
+
+
+def _send_contamination(
+    config: RunConfig,
+    tracking: Tracking,
+    run_id: str,
+    scored: tuple[Artifact, ...],
+    contamination: Artifact,
+) -> None:
+    """Log the shares, and the scores that an earlier limit withheld."""
+    hidden = withheld(config, contamination)
+    now = round(1000 * time.time())
+    with tracking.errors("take the contamination"):
+        tracking.client.log_artifact(run_id, str(contamination.directory / CONTAMINATION))
+    for each in scored:
+        scores = scores_of(each) if each.stage == "lm-eval" else metrics_of(read_scores(each))
+        values = published(scores, hidden) | contamination_metrics(contamination)
+        log_scores(tracking, run_id, each.counts["iteration"], values, timestamp_ms=now)
 
 
 def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:

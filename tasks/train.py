@@ -32,7 +32,14 @@ from tasks._live_run import live_run
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
-from tasks.index import epochs_of, resolved_samples, split_datasets, without_other_families
+from tasks.curate import curation_metrics
+from tasks.index import (
+    epochs_of,
+    read_steps,
+    resolved_samples,
+    split_datasets,
+    without_other_families,
+)
 
 SEALED = "checkpoints/*/complete.json"
 """Pattern of the files in a training's manifest: the completion markers, each of which contains the
@@ -95,10 +102,14 @@ def check_pretrained(config: RunConfig) -> None:
 def train_key(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
-    """Return the key of the run up to train_iters, with the sample ranges that it skips."""
+    """Return the key of the run up to train_iters.
+
+    It contains the sample ranges that the run skips and the later weights of its blend.
+    """
     run = run_key(config, tokens, tokenizer)
     skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
-    parameters = key_parameters(config, "train", {"skip_samples": skipped} if skipped else None)
+    resolved = ({"skip_samples": skipped} if skipped else {}) | read_steps(config)
+    parameters = key_parameters(config, "train", resolved)
     return StageKey("train", run.version, run.parameters | parameters, run.inputs)
 
 
@@ -230,7 +241,10 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
             old,
             new,
         )
-    if previous.index_directory != index.path:
+    # A later weight of the blend makes new index maps that begin like the previous ones.
+    longer = previous.config.train.train_iters != config.train.train_iters
+    reweighted = previous.config.data.blend_schedule != config.data.blend_schedule
+    if previous.index_directory != index.path and (longer or not reweighted):
         log.warning(
             "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn "
             "in a new order",
@@ -243,7 +257,13 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact, index: Artifact) ->
     """Return the facts that MLflow records in addition to the configuration."""
     datasets = split_datasets(config, tokens, index)
     epochs = epochs_of(config, index)
-    return RunFacts(key=key, datasets=datasets, tags={"megacore.conf": config.name}, epochs=epochs)
+    return RunFacts(
+        key=key,
+        datasets=datasets,
+        tags={"megacore.conf": config.name},
+        epochs=epochs,
+        metrics=curation_metrics(tokens) if config.data.curate else {},
+    )
 
 
 def make_job(

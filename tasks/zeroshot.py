@@ -1,7 +1,7 @@
 """Stage `zeroshot`: scores of checkpoints on texts that they were not trained on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from megacore.jobs.model import ModelSource, ZeroShotJob, places
 from megacore.plan.preflight import resolve_launch
 from megacore.ranks import zeroshot as entry
 from megacore.ranks.stages import log_name, run_job
+from megacore.tokenizer import load_tokenizer
+from megacore.zeroshot.texts import check_passkeys
 from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
@@ -70,6 +72,8 @@ class ScoredRun:
     """False while the training runs, and after it was stopped."""
     tokens: Artifact
     index: Artifact
+    hidden: frozenset[str] = frozenset()
+    """Evaluation sets whose scores are not published, because they are contaminated."""
 
 
 @stage_task("zeroshot", zeroshot_key)
@@ -86,16 +90,22 @@ def zeroshot_checkpoint(
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(run.directory, f"zeroshot-{key.key}")
         job = make_job(config, Path(target.path), tokenizer, scratch)
+        if job.passkey.lengths:
+            check_passkeys(
+                load_tokenizer(tokenizer.path), job.passkey, config.max_position_embeddings
+            )
         poll = log_tail(scratch / log_name(entry.MODULE)).poll
         with devices(config.launch, trains=False):
             scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
         iteration = iteration_of(Path(target.path))
-        return {"checkpoint": target.name, "iteration": iteration, **metrics_of(scores)}
+        totals = {name: value for name, value in metrics_of(scores).items() if "/" not in name}
+        return {"checkpoint": target.name, "iteration": iteration, **totals}
 
     def score() -> StageResult:
         result = build(config, key, fill)
-        _log(config, run, result.artifact)
+        scores = metrics_of(read_scores(result.artifact))
+        log_to_run(config, run, result.artifact.counts["iteration"], scores)
         return result
 
     return unless_deleted(target, score)
@@ -107,7 +117,7 @@ def zeroshot(
     best: str,
     tokenizer: Artifact,
     run: ScoredRun,
-) -> list[Artifact]:
+) -> tuple[Artifact, ...]:
     """Score the kept checkpoints, or only the best, on the texts of `evaluate.zero_shot`.
 
     Each is scored in a task run of its own. Returns the scores by iteration, none without texts.
@@ -118,7 +128,7 @@ def zeroshot(
         for target in checkpoints
         if zero_shot.requested and (zero_shot.checkpoints == "all" or target.name == best)
     ]
-    return [result.artifact for result in results if result is not None]
+    return tuple(result.artifact for result in results if result is not None)
 
 
 def make_job(
@@ -143,6 +153,7 @@ def make_job(
         tokenizer_directory=tokenizer.path,
         wikitext=_absolute(zero_shot.wikitext),
         lambada=_absolute(zero_shot.lambada),
+        passkey=zero_shot.passkey,
         seq_length=config.data.seq_length,
         overlapping_eval=zero_shot.overlapping_eval,
         ranks=ranks,
@@ -169,19 +180,39 @@ def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
             "lambada_accuracy": scores["lambada"]["accuracy"],
             "lambada_ppl": scores["lambada"]["target_ppl"],
         }
+    if "passkey" in scores:
+        result = scores["passkey"]
+        for name in ("accuracy", "ranked_accuracy"):
+            metrics[f"passkey_{name}"] = result[name]
+            metrics |= {
+                f"passkey_{name}/{cell['length']:07d}/{cell['depth']:g}": cell[name]
+                for cell in result["cells"]
+            }
     return metrics
 
 
-def _log(config: RunConfig, run: ScoredRun, scored: Artifact) -> None:
-    """Log the scores to the MLflow run of the training. Raises TrackingError."""
+def published(scores: Mapping[str, float], hidden: Iterable[str]) -> dict[str, float]:
+    """Return the scores, by their names in MLflow, of all but the `hidden` evaluation sets."""
+    # wikitext_ppl and lambada_accuracy belong to wikitext and lambada, lm_eval/TASK/acc to a task.
+    starts = tuple(f"{name}/" if "/" in name else f"{name}_" for name in hidden)
+    return {name: value for name, value in scores.items() if not name.startswith(starts)}
+
+
+def log_to_run(
+    config: RunConfig, run: ScoredRun, iteration: int, scores: Mapping[str, float]
+) -> None:
+    """Log a checkpoint's scores to the MLflow run of the training, without hidden ones.
+
+    Raises TrackingError.
+    """
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     run_id = _flushed(tracking, config, run) if run.finished else _recorded(run.directory)
     try:
         log_scores(
             tracking,
             run_id,
-            scored.counts["iteration"],
-            metrics_of(read_scores(scored)),
+            iteration,
+            published(scores, run.hidden),
             timestamp_ms=round(1000 * time.time()),
         )
     finally:
@@ -214,11 +245,17 @@ def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
     return read_object(artifact.directory / REPORT)
 
 
-def zeroshot_summary(scored: Sequence[Artifact]) -> str:
-    """Return the scores as a markdown table, or an empty string without scores."""
-    if not scored:
+def shown_scores(artifact: Artifact, hidden: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Read the scores on each text that is not hidden."""
+    scores = read_scores(artifact)
+    return {name: scores[name] for name in scores if name not in hidden}
+
+
+def zeroshot_summary(scored: Sequence[Artifact], hidden: Iterable[str] = ()) -> str:
+    """Return the scores that are not hidden as a markdown table, or an empty string without."""
+    rows = [_columns(shown_scores(artifact, hidden)) for artifact in scored]
+    if not any(rows):
         return ""
-    rows = [_columns(read_scores(artifact)) for artifact in scored]
     lines = [
         "",
         f"| zero-shot | {' | '.join(rows[0])} |",
@@ -246,4 +283,9 @@ def _columns(scores: dict[str, dict[str, Any]]) -> dict[str, str]:
     if "lambada" in scores:
         result = scores["lambada"]
         columns[f"LAMBADA accuracy of {result['passages']:,}"] = f"{result['accuracy']:.2%}"
+    if "passkey" in scores:
+        result = scores["passkey"]
+        columns[f"passkey accuracy of {result['prompts']:,}"] = f"{result['accuracy']:.2%}"
+        chance = f"passkey ranked accuracy, chance {result['chance']:.2%}"
+        columns[chance] = f"{result['ranked_accuracy']:.2%}"
     return columns

@@ -298,12 +298,15 @@ def communication(tp: ParallelGroup) -> dict[str, dict[str, Tensor]]:
         closed._possible = False  # like ranks on several hosts
         results["none to share"] = _collectives(replace(tp, shared=closed))
         pieces = SharedMemory(tp.shared._group, tp.rank, tp.size, piece=1000)
-        results["pieces"] = _collectives(replace(tp, shared=pieces))
+        results["pieces"] = _collectives(replace(tp, shared=pieces), growth=150)
     return results
 
 
-def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
-    """Run collectives on numbers that identify their rank: x + r on rank r, with x [4, 8, 12]."""
+def _collectives(tp: ParallelGroup, growth: int = 150_000) -> dict[str, Tensor]:
+    """Run collectives on numbers that identify their rank: x + r on rank r, with x [4, 8, 12].
+
+    Each sum of the last ones has `growth` numbers more than the one before.
+    """
     x = random("x", 4, 8, 12) + tp.rank
     results = {"all_reduce": collectives.all_reduce(x.transpose(0, 1), tp), "own": x.clone()}
     for dim in (0, 1, -1):
@@ -328,7 +331,7 @@ def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
     # Each call has another size and type than the previous one: the memory grows and the turns
     # stay in order.
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64) * 3):
-        small = torch.full((1 + 150_000 * number,), float(tp.rank + number), dtype=dtype)
+        small = torch.full((1 + growth * number,), float(tp.rank + number), dtype=dtype)
         results[f"turn {number}"] = collectives.all_reduce(small, tp).unique()
     return results
 

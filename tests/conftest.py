@@ -1,9 +1,11 @@
 """Fixtures that the tests of all packages share; it imports nothing heavy."""
 
+import fcntl
 import os
+import pickle
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-_LONGEST = ("flows", "finetune", "faults", "parity", "hosts", "deploy", "cluster", "train", "cli")
+_LONGEST = (
+    "flows",
+    "finetune",
+    "faults",
+    "parity",
+    "hosts",
+    "deploy",
+    "cluster",
+    "gpu_emulated",
+    "scripts",
+    "train",
+    "cli",
+)
 """Directories whose files run first, so that no worker is left with a long file at the end."""
 
 
@@ -75,6 +89,47 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def computed_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Provide a function that lets only one worker of pytest-xdist compute a result.
+
+    The others wait for it and read it from a file. Arguments: the result's name, the function, and
+    its arguments.
+    """
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+
+    def computed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        path = directory / f"{name}.result"
+        with open(directory / f"{name}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.exists():
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(pickle.dumps(function(*arguments)))
+                partial.rename(path)
+        return pickle.loads(path.read_bytes())
+
+    return computed
+
+
+@pytest.fixture(scope="session")
+def empty_store(
+    computed_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Provide an mlflow.db with tables and without content; creating it takes seconds."""
+    from tasks._mlflow import create_store
+
+    def create() -> bytes:
+        path = tmp_path_factory.mktemp("new-store") / "mlflow.db"
+        create_store(f"sqlite:///{path}")
+        return path.read_bytes()
+
+    store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    store.write_bytes(computed_once("empty-store", create))
+    return store
+
+
+@pytest.fixture(scope="session")
 def one_rank() -> list[dict[str, Any]]:
     """Return the results of a single rank, by case of `tests/_tensor_ranks.py`."""
     from tests import _tensor_ranks
@@ -83,21 +138,21 @@ def one_rank() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> list[dict[str, Any]]:
+def two_ranks(computed_once: Callable[..., Any]) -> Any:
     """Return the results of each of two tensor-parallel ranks."""
     from tests import _tensor_ranks
     from tests._dist import run_distributed
 
-    return run_distributed(2, _tensor_ranks.run, 2)
+    return computed_once("two-ranks", run_distributed, 2, _tensor_ranks.run, 2)
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> list[dict[str, Any]]:
+def four_ranks(computed_once: Callable[..., Any]) -> Any:
     """Return the results of each of four tensor-parallel ranks."""
     from tests import _tensor_ranks
     from tests._dist import run_distributed
 
-    return run_distributed(4, _tensor_ranks.run, 4)
+    return computed_once("four-ranks", run_distributed, 4, _tensor_ranks.run, 4)
 
 
 @pytest.fixture(

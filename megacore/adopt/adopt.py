@@ -14,8 +14,7 @@ from megacore.adopt import megatron, nanotron, neox
 from megacore.adopt.check import Comparison, ForeignModel, compare, megatron_model
 from megacore.adopt.data import UNNAMED
 from megacore.adopt.read import Source, read_source
-from megacore.adopt.rules import Draft, Entry, Refused
-from megacore.adopt.settings import Place, Settings
+from megacore.adopt.rules import Draft, Entry, Place, Refused, Settings
 from megacore.adopt.zero import put_scale, put_stage, read_json
 from megacore.config.load import name_of, parse_config
 from megacore.errors import ConfigError
@@ -170,7 +169,7 @@ def _settings_only(source: Source) -> Draft:
 
 def _accelerate(draft: Draft, content: Mapping[str, Any], name: str) -> None:
     """Set the values of Accelerate's YAML, which megacore.foreign reads."""
-    from megacore.adopt.settings import Setting
+    from megacore.adopt.rules import Setting
     from megacore.foreign.accelerate import WITHOUT_EFFECT, named_json, read_accelerate
 
     place = Place(name, 1)
@@ -183,7 +182,11 @@ def _accelerate(draft: Draft, content: Mapping[str, Any], name: str) -> None:
     for claim in claims:
         if claim.field == "launch.distributed":
             if claim.value not in divided:
-                draft.refuse(claim.clause, "FSDP in pretraining", "engine deepspeed, zero_stage 3")
+                draft.refuse(
+                    claim.clause,
+                    "FSDP of Accelerate",
+                    "parallel.data_parallel_sharding: parameters",
+                )
             elif divided[claim.value] is not None:
                 offload = "cpu" if claim.value.endswith("offload") else None
                 put_stage(draft, divided[claim.value] or 0, [claim.clause], offload)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megacore.adopt.rules import BadValueError, first, number, word
-from megacore.adopt.settings import Settings
+from megacore.adopt.rules import BadValueError, Settings, first, number, word
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

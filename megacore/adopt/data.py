@@ -2,8 +2,16 @@
 
 from typing import Any
 
-from megacore.adopt.rules import BadValueError, Draft, first, number, number_of, word
-from megacore.adopt.settings import Setting, Settings
+from megacore.adopt.rules import (
+    BadValueError,
+    Draft,
+    Setting,
+    Settings,
+    first,
+    number,
+    number_of,
+    word,
+)
 
 _ENDS = {"llama-3": "<|end_of_text|>", "llama-2": "</s>", "llama2": "</s>", "mistral": "</s>"}
 """End of a document by a part of the tokenizer's name; others have <|endoftext|>."""

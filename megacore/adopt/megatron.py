@@ -3,13 +3,22 @@
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacore.adopt.data import put_data, put_tokenizer
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.megatron_model import ignore_rotary, put_model
-from megacore.adopt.rules import Draft, first, integer, number_of, sources, word
-from megacore.adopt.settings import Place, Setting, Settings
+from megacore.adopt.rules import (
+    Draft,
+    Place,
+    Setting,
+    Settings,
+    first,
+    integer,
+    number_of,
+    sources,
+    word,
+)
 from megacore.adopt.zero import put_zero
 from megacore.foreign.files import read_number
 
@@ -20,6 +29,29 @@ _ITERATIONS = 1000
 """Length of a run that no flag gives."""
 _CONSTANT_WINDOW = 10**9
 """Window of a loss scale that never grows."""
+
+
+class Fixed(NamedTuple):
+    """Option of Muon with one possible value here."""
+
+    value: str
+    default: str
+    """Megatron-LM's value without the flag."""
+    feature: str
+    """Feature that other values request."""
+
+
+MUON = {
+    "--muon-scale-mode": Fixed("spectral", "spectral", "another scale of Muon's updates"),
+    "--muon-extra-scale-factor": Fixed("0.2", "1.0", "another factor of Muon's updates than 0.2"),
+    "--muon-num-ns-steps": Fixed("5", "5", "another number of Newton-Schulz iterations than 5"),
+    "--muon-coefficient-type": Fixed(
+        "simple", "quintic", "other coefficients of Newton-Schulz than 3.4445, -4.7750, 2.0315"
+    ),
+    "--muon-fp32-matmul-prec": Fixed("medium", "medium", "Newton-Schulz in another type than bf16"),
+    "--muon-scalar-optimizer": Fixed("adam", "adam", "another optimizer than AdamW beside Muon"),
+}
+"""Options of Megatron-LM's Muon that are constants of `megacore.optim.muon`."""
 
 
 def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
@@ -43,6 +75,7 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     _batches(settings, draft)
     _compare_batches(settings, draft, json or {})
     _schedule(settings, draft, default)
+    _optimizer(settings, draft, default)
     _precision(settings, draft, default)
     _recompute(settings, draft)
     _intervals(settings, draft, default)
@@ -321,6 +354,80 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
             "Megatron moves the learning rate by samples, here it moves by iterations: they differ "
             "until the batch has grown"
         )
+
+
+def _optimizer(settings: Settings, draft: Draft, default: str) -> None:
+    """Set the optimizer, and compare Megatron-LM's Muon with `megacore.optim.muon`."""
+    chosen = settings.get("--optimizer")
+    name = "adam" if chosen is None else word(first(chosen)).lower()
+    if chosen is not None and chosen.unknown:
+        draft.missing.append((chosen, "optim.name"))
+        draft.done.add(chosen.name)
+    elif chosen is not None and name in ("muon", "dist_muon"):
+        draft.put("optim.name", "muon", chosen)
+        if name == "dist_muon":
+            draft.put("parallel.data_parallel_sharding", "optimizer", chosen)
+        _muon(settings, draft, default)
+        return
+    elif chosen is not None and name in ("adam", "adamw"):
+        draft.ignore(chosen, "AdamW is the default")
+    elif chosen is not None:
+        draft.refuse(chosen, "other optimizers than AdamW and Muon", "adam or muon")
+    for setting in settings:
+        if setting.name.startswith("--muon-"):
+            draft.ignore(setting, "it is for the optimizer muon")
+
+
+def _muon(settings: Settings, draft: Draft, default: str) -> None:
+    momentum = settings.get("--muon-momentum")
+    decay = 0.9 if momentum is None else number_of(momentum, draft, "optim.muon_momentum")
+    if decay is not None:
+        draft.put("optim.muon_momentum", decay, *sources(momentum, default=default))
+    nesterov, whole = settings.get("--muon-nesterov"), settings.get("--muon-no-split-qkv")
+    if nesterov is None:
+        draft.refuse("no --muon-nesterov", "momentum without Nesterov's term", "--muon-nesterov")
+    else:
+        draft.ignore(nesterov, "Nesterov's momentum is always used")
+    if whole is not None:
+        draft.refuse(
+            whole, "queries, keys and values as one matrix", "three matrices: leave it out"
+        )
+    for flag, option in MUON.items():
+        setting = settings.get(flag)
+        if setting is not None and setting.unknown:
+            draft.missing.append((setting, f"{option.feature}, which is absent here"))
+            draft.done.add(flag)
+        elif _value(setting, option.default) == _value(None, option.value):
+            if setting is not None:
+                draft.ignore(setting, "it is the only value here")
+        else:
+            shown = setting or f"no {flag} ({default} {option.default})"
+            draft.refuse(shown, option.feature, f"{flag} {option.value}")
+    mode = settings.get("--muon-tp-mode")
+    tensor = draft.get("parallel.tensor_model_parallel_size", 1)
+    if mode is not None and word(first(mode)).lower() == "blockwise" and tensor > 1:
+        draft.refuse(
+            mode, "Newton-Schulz of a rank's part of a matrix", "--muon-tp-mode duplicated"
+        )
+    elif mode is not None:
+        draft.ignore(mode, "matrices are whole in every layout")
+    if (fused := settings.get("--muon-use-syrk")) is not None:
+        draft.ignore(fused, "it changes speed only")
+    if settings.get("--swiglu") is not None:
+        draft.remarks.append(
+            "Muon: Megatron-LM orthogonalizes gate and up projection as one matrix, here as two"
+        )
+    if draft.get("model.position_embedding_type", "learned_absolute") == "learned_absolute":
+        draft.remarks.append(
+            "Muon: Megatron-LM orthogonalizes the position embedding, here AdamW updates it"
+        )
+
+
+def _value(setting: Setting | None, text: str) -> float | str:
+    """Return the number or the word of a setting, else of `text`."""
+    written = text if setting is None else word(first(setting)).lower()
+    value = read_number(written)
+    return written if value is None else float(value)
 
 
 def _precision(settings: Settings, draft: Draft, default: str) -> None:

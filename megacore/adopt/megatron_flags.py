@@ -43,9 +43,7 @@ _OTHER_SCALING = Absent(
 _NO_MLA = Absent("multi-latent attention", "grouped-query attention, model.num_query_groups")
 _NO_SSM = Absent("state-space layers (Mamba)", "family gpt")
 _INFERENCE = NoEffect("it is for inference; here: megacore generate")
-_OPTIMIZERS = Absent(
-    "other optimizers than AdamW", "AdamW, or optim.name: muon in the file", ("adam", "adamw")
-)
+_OPTIMIZER = Joint("it decides the optimizer")
 _NO_VISION = Absent("vision models", "family gpt, bert or t5")
 _NO_RETRIEVAL = Absent("retrieval models (ICT, RETRO, REALM)", "family bert")
 _NO_DISTILLATION = Absent("distillation", "training on the data itself")
@@ -191,7 +189,7 @@ TRAINING: dict[str, Rule] = {
     "--adam-beta1": To("optim.adam_beta1", number),
     "--adam-beta2": To("optim.adam_beta2", number),
     "--adam-eps": To("optim.adam_eps", number),
-    "--optimizer": _OPTIMIZERS,
+    "--optimizer": _OPTIMIZER,
     "--sgd-momentum": NoEffect("it is for the optimizer sgd"),
     "--override-opt_param-scheduler": NoEffect("a run's schedule is that of its configuration"),
     "--override-opt-param-scheduler": NoEffect("a run's schedule is that of its configuration"),
@@ -292,7 +290,7 @@ PARALLEL: dict[str, Rule] = {
     "--decoder-last-pipeline-num-layers": Joint("it decides the division into stages"),
     "--pipeline-model-parallel-layout": Absent("this notation", "parallel.pipeline_partition"),
     "--sequence-parallel": Joint("it decides sequence parallelism"),
-    "--use-distributed-optimizer": On("parallel.use_distributed_optimizer"),
+    "--use-distributed-optimizer": On("parallel.data_parallel_sharding", "optimizer"),
     "--context-parallel-size": To("parallel.context_parallel_size", integer),
     "--ds-sequence-parallel-size": Absent(
         "sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel", ("1",)
@@ -302,10 +300,14 @@ PARALLEL: dict[str, Rule] = {
         "zero-bubble schedules", "parallel.pipeline_schedule 1f1b"
     ),
     "--no-pipeline-parallel": Joint("it decides the pipeline"),
-    "--use-torch-fsdp2": Absent("FSDP in pretraining", "engine deepspeed with zero_stage 3"),
-    "--use-megatron-fsdp": Absent("FSDP in pretraining", "engine deepspeed with zero_stage 3"),
+    "--use-torch-fsdp2": Absent(
+        "FSDP of torch or Megatron", "parallel.data_parallel_sharding parameters"
+    ),
+    "--use-megatron-fsdp": Absent(
+        "FSDP of torch or Megatron", "parallel.data_parallel_sharding parameters"
+    ),
     "--data-parallel-sharding-strategy": Absent(
-        "FSDP in pretraining", "deepspeed.zero_stage", ("no_shard",)
+        "FSDP of Megatron", "parallel.data_parallel_sharding", ("no_shard",)
     ),
     "--expert-model-parallel-size": Absent("expert parallelism", _DENSE, ("1",)),
     "--expert-tensor-parallel-size": Absent("expert parallelism", _DENSE, ("1",)),
@@ -438,7 +440,8 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"--(inference|use-legacy-static-engine|max-tokens-to-oom|enable-chunked-prefill).*",
         _INFERENCE,
     ),
-    (r"--(muon|lion)-.*", _OPTIMIZERS._replace(off=())),
+    (r"--muon-.*", _OPTIMIZER),
+    (r"--lion-.*", NoEffect("it is for the optimizer lion")),
     (
         r"--ds-sequence-parallel-fpdt.*|--force-ds-sequence-parallel",
         Absent("sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel"),

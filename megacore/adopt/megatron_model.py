@@ -1,7 +1,16 @@
 """Translation of the options of Megatron-LM's and Megatron-DeepSpeed's models."""
 
-from megacore.adopt.rules import BadValueError, Draft, first, integer, number_of, sources, word
-from megacore.adopt.settings import Setting, Settings
+from megacore.adopt.rules import (
+    BadValueError,
+    Draft,
+    Setting,
+    Settings,
+    first,
+    integer,
+    number_of,
+    sources,
+    word,
+)
 
 _LLAMA3_FACTOR = 8.0
 """Megatron's default of --rope-scaling-factor."""

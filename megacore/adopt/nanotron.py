@@ -13,6 +13,8 @@ from megacore.adopt.rules import (
     NoEffect,
     Rule,
     Rules,
+    Setting,
+    Settings,
     To,
     integer,
     number,
@@ -20,7 +22,7 @@ from megacore.adopt.rules import (
     sources,
     word,
 )
-from megacore.adopt.settings import Setting, Settings
+from megacore.config.parallel import ZERO_STAGES
 from megacore.foreign.files import leaves
 
 DEFAULT = "nanotron's default"
@@ -302,7 +304,15 @@ def _layout(settings: Settings, draft: Draft) -> None:
         draft.put("train.recompute", "full" if recompute.value else "none", recompute)
     stage = settings.get("optimizer.zero_stage")
     if stage is not None:
-        draft.put("parallel.use_distributed_optimizer", int(stage.value) == 1, stage)
+        if str(stage.value) in ("0", "1"):
+            draft.put("parallel.data_parallel_sharding", ZERO_STAGES[int(stage.value)], stage)
+        else:
+            draft.refuse(
+                stage,
+                "this ZeRO stage, of which nanotron has 0 and 1 only",
+                "zero_stage: 1, or parallel.data_parallel_sharding: gradients (ZeRO-2) or "
+                "parameters (ZeRO-3) in the file",
+            )
 
 
 def _schedule(settings: Settings, draft: Draft) -> None:

@@ -9,12 +9,14 @@ from megacore.adopt.data import UNNAMED, choose_tokenizer, prefix_source, put_sp
 from megacore.adopt.neox_keys import JSON_KEYS, NEOX
 from megacore.adopt.rules import (
     Draft,
+    Place,
+    Setting,
+    Settings,
     first,
     number_of,
     sources,
     word,
 )
-from megacore.adopt.settings import Place, Setting, Settings
 from megacore.adopt.zero import put_scale, put_stage, read_json
 
 DEFAULT = "GPT-NeoX's default"

@@ -12,8 +12,7 @@ import yaml
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.neox import settings_of
 from megacore.adopt.neox_keys import NEOX
-from megacore.adopt.rules import On
-from megacore.adopt.settings import Place, Setting, Settings
+from megacore.adopt.rules import On, Place, Setting, Settings
 from megacore.adopt.shell import SCRIPT_BYTES, Launch, Script, flags_of, read_script
 from megacore.adopt.words import Word
 from megacore.artifact.files import parse_json, read_bytes

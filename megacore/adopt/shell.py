@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.adopt.settings import Place, Setting
+from megacore.adopt.rules import Place, Setting
 from megacore.adopt.words import (
     Conditions,
     Expander,

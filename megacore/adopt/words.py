@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.adopt.settings import Place
+from megacore.adopt.rules import Place
 
 if TYPE_CHECKING:
     from tree_sitter import Node

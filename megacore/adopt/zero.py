@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.adopt.rules import Draft, first, number_of, word
-from megacore.adopt.settings import Place, Setting, Settings
+from megacore.adopt.rules import Draft, Place, Setting, Settings, first, number_of, word
 from megacore.config.deepspeed import FIELD_BY_KEY
+from megacore.config.parallel import ZERO_STAGES
 from megacore.foreign.deepspeed_keys import REFUSED
 from megacore.foreign.files import leaves, read_number
 
@@ -84,6 +84,11 @@ _DYNAMIC = frozenset(
 )
 _SCALE_DEFAULTS = {"initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
 """DeepSpeed's loss scale of fp16 without keys in the JSON."""
+_ACTIVATIONS = {
+    "partition_activations": "stored activations divided over tensor-parallel ranks",
+    "cpu_checkpointing": "offload of activations",
+}
+"""Fields of the section deepspeed that the engine native has nothing for."""
 _OWN = {
     "optimizer": "the program passes its own optimizer",
     "scheduler": "the program passes its own schedule (old versions of DeepSpeed took the JSON's)",
@@ -145,34 +150,68 @@ def put_scale(draft: Draft) -> None:
 def put_stage(
     draft: Draft, stage: int, origins: list[Setting | str], offload: str | None = None
 ) -> None:
-    """Set a ZeRO stage: 0 and 1 without offload are the engine native, others DeepSpeed's."""
+    """Set a ZeRO stage in the engine native, or in DeepSpeed's if only that has what is asked.
+
+    Args:
+        draft: draft with the layout and DeepSpeed's JSON.
+        stage: ZeRO stage, 0 to 3.
+        origins: settings that ask for the stage.
+        offload: device of the optimizer's state that a flag names; None if none does.
+    """
     draft.values.pop("deepspeed.zero_stage", None)
     offload = offload or draft.get("deepspeed.offload_optimizer")
-    if stage <= 1 and offload in (None, "none"):
-        unused = [name for name in draft.values if name.startswith("deepspeed.")]
-        for name in unused:
-            origin = draft.values.pop(name).origin
-            draft.remarks.append(
-                f"{origin}: it tunes DeepSpeed's ZeRO, engine native does not need it"
-            )
-        if stage == 1:
-            draft.put("parallel.use_distributed_optimizer", True, *origins)
-            draft.remarks.append(
-                "ZeRO stage 1 is parallel.use_distributed_optimizer of engine native; engine "
-                "deepspeed runs it too"
-            )
-        else:
-            draft.put("engine", "native", *origins)
+    reasons = _only_in_deepspeed(draft, stage, offload)
+    if not reasons:
+        _put_native(draft, stage, origins)
         return
+    draft.remarks.append(f"engine deepspeed, because engine native has no {', no '.join(reasons)}")
     draft.put("engine", "deepspeed", *origins)
     draft.put("deepspeed.zero_stage", max(1, stage), *origins)
     if offload not in (None, "none"):
         draft.put("deepspeed.offload_optimizer", offload, *origins)
-    if "parallel.use_distributed_optimizer" in draft.values and stage != 1:
-        entry = draft.values.pop("parallel.use_distributed_optimizer")
+    if "parallel.data_parallel_sharding" in draft.values and stage != 1:
+        entry = draft.values.pop("parallel.data_parallel_sharding")
         draft.remarks.append(f"{entry.origin}: ZeRO stage {stage} contains it")
     for name in ("zero_stage",):
         draft.done.add(name)
+
+
+def _only_in_deepspeed(draft: Draft, stage: int, offload: str | None) -> list[str]:
+    """Return what is asked of ZeRO that the engine native does not have."""
+    reasons = []
+    if offload not in (None, "none"):
+        reasons.append(f"offload of the optimizer ({offload})")
+    if stage > 1:
+        weights = draft.get("deepspeed.offload_param")
+        if weights not in (None, "none"):
+            reasons.append(f"offload of weights ({weights})")
+        reasons += [
+            what
+            for name, what in _ACTIVATIONS.items()
+            if str(draft.get(f"deepspeed.{name}")).lower() == "true"
+        ]
+    if stage == 3 and draft.get("parallel.pipeline_model_parallel_size", 1) > 1:
+        reasons.append("divided weights in a pipeline")
+    return reasons
+
+
+def _put_native(draft: Draft, stage: int, origins: list[Setting | str]) -> None:
+    """Set the sharding that equals a ZeRO stage, and leave out what tunes DeepSpeed."""
+    for name in [name for name in draft.values if name.startswith("deepspeed.")]:
+        origin = draft.values.pop(name).origin
+        draft.remarks.append(f"{origin}: it tunes DeepSpeed's ZeRO, engine native does not need it")
+    if stage == 0:
+        draft.put("engine", "native", *origins)
+        return
+    sharding = ZERO_STAGES[stage]
+    entry = draft.values.pop("parallel.data_parallel_sharding", None)
+    if entry is not None and entry.value != sharding:
+        draft.remarks.append(f"{entry.origin}: ZeRO stage {stage} contains it")
+    draft.put("parallel.data_parallel_sharding", sharding, *origins)
+    draft.remarks.append(
+        f"ZeRO stage {stage} is parallel.data_parallel_sharding: {sharding} of engine native; "
+        "engine deepspeed runs it too"
+    )
 
 
 def read_json(

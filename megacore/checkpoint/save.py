@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megacore.artifact.files import sync_directory, workspace_errors
-from megacore.checkpoint.bring import transfer_files, writable_directory
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, transfer_files, writable_directory
 from megacore.checkpoint.format import (
     METADATA_NAME,
     STALE_SUFFIX,

@@ -14,6 +14,7 @@ from megacore.artifact.files import access_error
 from megacore.cli.adopt import adopt
 from megacore.cli.compare import compare
 from megacore.cli.convert import export, import_
+from megacore.cli.curate import CurateCommand, curate
 from megacore.cli.doctor import doctor
 from megacore.cli.index import IndexCommand, index
 from megacore.cli.init import init
@@ -71,6 +72,7 @@ for command in (
     app.command()(command)
 app.command("import")(import_)
 app.command()(export)
+app.command(cls=CurateCommand)(curate)
 app.command(cls=TokenizeCommand)(tokenize)
 app.command(cls=IndexCommand)(index)
 

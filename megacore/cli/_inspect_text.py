@@ -12,6 +12,7 @@ from rich.progress import (
     TextColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from megacore.inspect.tokens import counted
@@ -54,6 +55,35 @@ def show_index(report: dict[str, Any]) -> None:
         share = report["padding"].get(split)
         padding = "" if share is None or not count else f", {100 * share:.3g} % padding"
         _line(f"{split}: {counted(count, 'sample')}{padding}")
+
+
+def show_mixture(report: dict[str, Any]) -> None:
+    """Print the table of a mixture: a row for each source in each step."""
+    _heading(report["of"])
+    known = (
+        f"{name} {'unknown' if count is None else f'{count:,}'}"
+        for name, count in report["source_tokens"].items()
+    )
+    _line(f"tokens of the train split: {', '.join(known)}")
+    table = Table("from sample", "source", "share", "samples", "tokens", "epochs", "so far")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for step in report["steps"]:
+        for number, source in enumerate(step["sources"]):
+            epochs = (
+                "-" if source[name] is None else f"{source[name]:.3f}"
+                for name in ("epochs", "epochs_so_far")
+            )
+            table.add_row(
+                f"{step['first_sample']:,}" if number == 0 else "",
+                source["source"],
+                f"{100 * source['weight']:.4g} %",
+                f"{source['samples']:,}",
+                f"{source['tokens']:,}",
+                *epochs,
+                end_section=number == len(step["sources"]) - 1,
+            )
+    Console().print(table)
 
 
 def show_sample(report: dict[str, Any], *, full: bool) -> None:

@@ -16,8 +16,17 @@ _PREVIEW_TOKENS = 120
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(help="PREFIX of token files, their directory, or a directory of index maps"),
+        typer.Argument(
+            help="PREFIX of token files, their directory, a directory of index maps, or `mixture`"
+        ),
     ],
+    mixture: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONF|INDEX",
+            help="after `mixture`: configuration or directory of index maps whose blend to show",
+        ),
+    ] = None,
     documents: Annotated[
         int, typer.Option("--documents", min=0, help="how many of the first documents to show")
     ] = 3,
@@ -43,11 +52,19 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Show the content of token files, or the documents and source lines of a sample."""
+    """Show the content of token files, or the documents and source lines of a sample.
+
+    `megacore inspect mixture CONF` (or a directory of index maps) shows the tokens and epochs of
+    each source of a blend, by step of data.blend_schedule.
+    """
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.report import report_index, report_sample
 
+    if mixture is not None:
+        report = _mixture(path, mixture)
+        _show(report, as_json, lambda: terminal.show_mixture(report))
+        return
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(
@@ -112,17 +129,33 @@ def verify(
         raise typer.Exit(1)
 
 
+def _mixture(word: Path, of: str) -> dict[str, Any]:
+    """Return the report on the blend of a configuration or of index maps."""
+    from megacore.config import load_config
+    from megacore.inspect.index import is_index_directory
+    from megacore.inspect.mixture import mixture_of_config, mixture_of_index
+
+    if str(word) != "mixture":
+        raise ConfigError(
+            f"{word} and {of} are given: give one path, or `mixture` and a configuration or index "
+            "maps"
+        )
+    if Path(of).is_dir() and is_index_directory(Path(of)):
+        return mixture_of_index(Path(of))
+    return mixture_of_config(load_config(of))
+
+
 def _tokens(
     path: Path, documents: int, tokenizer: Path | None, histogram: Path | None, limit: int | None
 ) -> dict[str, Any]:
     """Return reports on the token files of `path`, and draw the histogram if requested."""
-    from megacore.inspect.draw import check_drawable, draw_lengths
     from megacore.inspect.report import report_tokens
-    from megacore.inspect.tokens import find_prefixes
+    from megacore.inspect.tokens import draw_lengths, find_prefixes
+    from megacore.plan.draw import check_drawable
     from megacore.token_files.indexed_dataset import IndexedDataset
 
     if histogram is not None:
-        check_drawable(histogram)
+        check_drawable(histogram, "--histogram")
     prefixes = find_prefixes(path)
     if histogram is not None:
         if len(prefixes) > 1:

@@ -14,6 +14,7 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 
 if TYPE_CHECKING:
+    from megacore.config.train import PasskeyConfig
     from megacore.tokenizer import Tokenizer
 
 CheckpointOption = Annotated[
@@ -43,7 +44,7 @@ ModelArgument = Annotated[
 InteractiveOption = Annotated[
     bool, typer.Option("--interactive", help="read lines, and continue or answer each")
 ]
-_FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
+_FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "ranked_accuracy", "target_ppl")
 """Measures to show first."""
 _LARGE = 1e6
 
@@ -56,11 +57,23 @@ def evaluate(
     lambada: Annotated[
         Path | None, typer.Option(help="LAMBADA's test split, JSON Lines with the key text")
     ] = None,
+    passkey: Annotated[
+        list[int] | None,
+        typer.Option(help="tokens of prompts that hide a number; several are allowed"),
+    ] = None,
+    passkey_depth: Annotated[
+        list[float] | None,
+        typer.Option(help="places of the number, 0 (begin) to 1 (end); else 0, 0.25, 0.5, 0.75, 1"),
+    ] = None,
+    passkey_prompts: Annotated[
+        int | None, typer.Option(help="prompts per length and depth; else 10")
+    ] = None,
+    passkey_candidates: Annotated[
+        int | None, typer.Option(help="numbers whose likelihoods are compared; else 10")
+    ] = None,
+    passkey_seed: Annotated[int | None, typer.Option(help="seed of the numbers; else 1234")] = None,
     overlapping_eval: Annotated[
-        int | None,
-        typer.Option(
-            help="tokens between the starts of WikiText's windows; else they do not overlap"
-        ),
+        int | None, typer.Option(help="tokens from one WikiText window to the next; else a window")
     ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=1, help="tokens of a window; else the model's positions")
@@ -76,31 +89,35 @@ def evaluate(
     precision: PrecisionOption = "fp32",
     output: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
 ) -> None:
-    """Score a checkpoint or an export on zero-shot texts, which it was not trained on."""
+    """Score a checkpoint or an export on texts that it was not trained on, and on passkeys."""
     from megacore.artifact.files import write_json
-    from megacore.convert.model_source import (
-        find_model,
-        find_tokenizer,
-        require_family,
-        tokenizer_directory,
-    )
+    from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
     from megacore.ranks.stages import run_job
     from megacore.ranks.zeroshot import MODULE
-    from megacore.zeroshot.texts import check_windows
+    from megacore.zeroshot.texts import check_passkeys, check_windows
 
-    _check_score_files(wikitext, lambada, overlapping_eval, output)
-    source = find_model(checkpoint)
-    require_family(source, ("gpt",), "megacore evaluate")
-    find_tokenizer(source, tokenizer)
+    passkeys = _passkey_config(
+        lengths=passkey,
+        depths=passkey_depth,
+        prompts=passkey_prompts,
+        candidates=passkey_candidates,
+        seed=passkey_seed,
+    )
+    _check_score_files(wikitext, lambada, overlapping_eval, output, passkey=bool(passkey))
+    source = model_source.find_model(checkpoint)
+    model_source.require_family(source, ("gpt",), "megacore evaluate")
+    model_tokenizer = model_source.find_tokenizer(source, tokenizer)
+    check_passkeys(model_tokenizer, passkeys, source.spec.max_position_embeddings)
     length = seq_length or source.spec.max_position_embeddings
     check_windows(length, overlapping_eval, source.spec.max_position_embeddings)
     with scratch_directory() as scratch:
         job = ZeroShotJob(
             source=source,
-            tokenizer_directory=str(tokenizer_directory(source, tokenizer)),
+            tokenizer_directory=str(model_source.tokenizer_directory(source, tokenizer)),
             wikitext=None if wikitext is None else str(wikitext.absolute()),
             lambada=None if lambada is None else str(lambada.absolute()),
+            passkey=passkeys,
             seq_length=length,
             overlapping_eval=overlapping_eval,
             batch_size=batch_size,
@@ -113,13 +130,41 @@ def evaluate(
     _print_scores(source.directory, scores)
 
 
+def _passkey_config(**options: Any) -> "PasskeyConfig":
+    """Return the passkey test of the given options; a missing one has its default.
+
+    Raises ConfigError.
+    """
+    from pydantic import ValidationError
+
+    from megacore.config.load import format_errors
+    from megacore.config.train import PasskeyConfig
+
+    values = {name: value for name, value in options.items() if value is not None}
+    try:
+        config = PasskeyConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(f"the passkey test: {format_errors(error, PasskeyConfig)}") from error
+    if values and not config.lengths:
+        raise ConfigError(
+            f"the {next(iter(values))} of the passkey test are given without --passkey, its "
+            "lengths in tokens: give both, or neither"
+        )
+    return config
+
+
 def _check_score_files(
-    wikitext: Path | None, lambada: Path | None, overlapping_eval: int | None, output: Path | None
+    wikitext: Path | None,
+    lambada: Path | None,
+    overlapping_eval: int | None,
+    output: Path | None,
+    *,
+    passkey: bool,
 ) -> None:
     """Check the options before anything starts. Raises ConfigError, DataFormatError."""
-    if wikitext is None and lambada is None:
+    if wikitext is None and lambada is None and not passkey:
         raise ConfigError(
-            "there is nothing to score the model on: give --wikitext, --lambada or both"
+            "there is nothing to score the model on: give --wikitext, --lambada or --passkey"
         )
     if wikitext is None and overlapping_eval is not None:
         raise ConfigError(
@@ -143,7 +188,9 @@ def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
     table = Table(title=model)
     for column in ("text", "measure", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
-    for text, measures in scores.items():
+    for text, scored in scores.items():
+        cells = _cells_of(scored)
+        measures = scored | cells
         for name in sorted(measures, key=lambda name: (name not in _FIRST_MEASURES, name)):
             value = measures[name]
             shown = (
@@ -155,6 +202,15 @@ def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
             )
             table.add_row(text, name.replace("_", " "), shown)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cells_of(measures: dict[str, Any]) -> dict[str, float]:
+    """Remove the cells of a passkey test from its measures, and return them by name."""
+    return {
+        f"{name}, {cell['length']:,} tokens, depth {cell['depth']:g}": cell[name]
+        for cell in measures.pop("cells", [])
+        for name in ("accuracy", "ranked_accuracy")
+    }
 
 
 def generate(

@@ -12,7 +12,7 @@ from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.artifact.workspace import FOLDERS, workspace_root
 from megacore.checkpoint.format import MARKER_NAME
-from megacore.config.run import RunConfig
+from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
@@ -143,7 +143,7 @@ def _config(path: Path, job: Mapping[str, Any]) -> RunConfig | None:
     except ConfigError:
         pass
     try:
-        return RunConfig.model_validate(job["config"])
+        return RunConfig.model_validate(with_current_names(job["config"]))
     except ValidationError:
         return None
 

@@ -8,17 +8,22 @@ from pydantic_core import PydanticCustomError
 
 PretrainStage = Literal[
     "collect",
+    "curate",
+    "search",
+    "decontaminate",
     "tokenizer",
     "punkt",
     "tokenize",
     "tokenize-shard",
     "blend",
     "index",
+    "contamination",
     "run",
     "train",
     "evaluate",
     "zeroshot",
     "convert",
+    "lm-eval",
     "publish",
     "push",
 ]

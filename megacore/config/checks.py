@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.blend_schedule import check_blends
+from megacore.config.curate import check_across_sources
 from megacore.config.data import (
     DataConfig,
     Gpt2BpeTokenizer,
@@ -16,13 +18,14 @@ from megacore.config.data import (
     SentencePieceTokenizer,
     SpanCorruptionConfig,
     TrainBpeTokenizer,
+    WarcSource,
     holds_tokens,
 )
 from megacore.config.layouts import ParallelLayout, check_layout
 from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.sequence_schedule import check_sequence_schedule
-from megacore.config.train import TrainConfig, ZeroShotConfig
+from megacore.config.train import LmEvalConfig, TrainConfig
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first invalid combination of values."""
     check_sentences(config.family, config.model, config.data)
     _check_data(config.data)
+    _check_curation(config.data, searched=config.evaluate.contamination is not None)
     check_model(config.family, config.model, config.data.seq_length)
     check_sequence_schedule(config)
     _check_reset_positions(config.data, config.model)
@@ -64,7 +68,9 @@ def check_sections(config: "RunConfig") -> None:
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_muon(config.optim)
     _check_weight_decay(config.optim)
-    _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
+    _check_zero_shot(config)
+    _check_lm_eval(config.evaluate.lm_eval, config.family)
+    _check_contamination(config)
     _check_resume(config)
     launch = config.launch
     ranks = (
@@ -125,6 +131,7 @@ def _check_data(data: DataConfig) -> None:
             "remove one of them"
         )
     _check_members(data)
+    check_blends(data)
     if data.packing != "packed":
         cut = {"index_style": "megatron", "split_sentences": False, "drop_last_partial": True}
         _check_defaults(data, "packing", cut, "which is for samples cut from documents end to end")
@@ -202,6 +209,33 @@ def _check_members(data: DataConfig) -> None:
             )
 
 
+def _check_curation(data: DataConfig, *, searched: bool) -> None:
+    """Raise ValueError for a curation of tokens, or for options of one without steps."""
+    for source in data.sources if data.curate else ():
+        if holds_tokens(source):
+            raise ValueError(
+                f"data.curate has steps, but a source of kind {source.kind} has tokens instead of "
+                "text: curate its text and tokenize it again, or remove data.curate"
+            )
+    if not data.curate and any(isinstance(source, WarcSource) for source in data.sources):
+        raise ValueError(
+            "a source of kind warc has web pages, which only data.curate reads: give it steps, "
+            "`- step: extract_text` for HTML or `- step: exact_dedup` for WET files"
+        )
+    for name, value, default in (
+        ("curate_shard_mb", data.curate_shard_mb, 64),
+        ("curate_workers", data.curate_workers, None),
+        ("curate_executor", data.curate_executor.kind, "local"),
+    ):
+        used = data.curate or (searched and name == "curate_workers")
+        if not used and value != default:
+            raise ValueError(
+                f"data.{name} is {value} but data.curate has no steps: give it steps, or leave "
+                f"data.{name} out"
+            )
+    check_across_sources(data.curate, len(data.sources))
+
+
 def check_split(split: str) -> None:
     """Raise ValueError unless `split` consists of three positive weights."""
     try:
@@ -274,11 +308,22 @@ def _check_cuda_graphs(config: "RunConfig") -> None:
             "train.cuda_graphs is true and engine is deepspeed, which waits for the GPU in every "
             "pass: set train.cuda_graphs to false, or engine to native"
         )
-    for name in ("tensor", "pipeline"):
-        size = getattr(config.parallel, f"{name}_model_parallel_size")
+    sharding = config.parallel.data_parallel_sharding
+    if config.parallel.zero_stage > 1:
+        raise ValueError(
+            f"train.cuda_graphs is true and parallel.data_parallel_sharding is {sharding}, which "
+            "communicates in every pass, but a graph holds no communication: set train.cuda_graphs "
+            "to false, or the sharding to optimizer"
+        )
+    for name in (
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "pipeline_model_parallel_size",
+    ):
+        size = getattr(config.parallel, name)
         if size > 1:
             raise ValueError(
-                f"train.cuda_graphs is true and parallel.{name}_model_parallel_size is {size}, but "
+                f"train.cuda_graphs is true and parallel.{name} is {size}, but "
                 "a graph holds no communication: set train.cuda_graphs to false, or the size to 1"
             )
 
@@ -391,13 +436,26 @@ def _check_weight_decay(optim: OptimConfig) -> None:
         )
 
 
-def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int) -> None:
-    for name in ("wikitext", "lambada"):
-        if family != "gpt" and getattr(zero_shot, name) is not None:
+def _check_zero_shot(config: "RunConfig") -> None:
+    zero_shot, seq_length = config.evaluate.zero_shot, config.data.seq_length
+    values = {
+        "wikitext": zero_shot.wikitext,
+        "lambada": zero_shot.lambada,
+        "passkey.lengths": list(zero_shot.passkey.lengths) or None,
+    }
+    for name, value in values.items():
+        if config.family != "gpt" and value is not None:
             raise ValueError(
-                f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is "
-                f"{family}: only gpt predicts a text from left to right: remove it"
+                f"evaluate.zero_shot.{name} is {value} but family is {config.family}: only gpt "
+                "predicts a text from left to right: remove it"
             )
+    longest, positions = max(zero_shot.passkey.lengths, default=0), config.max_position_embeddings
+    if longest > positions:
+        raise ValueError(
+            f"evaluate.zero_shot.passkey.lengths has {longest} but the model has {positions} "
+            f"positions: give lengths of at most {positions} tokens, or raise "
+            "model.max_position_embeddings"
+        )
     stride = zero_shot.overlapping_eval
     if stride is not None and zero_shot.wikitext is None:
         raise ValueError(
@@ -409,6 +467,41 @@ def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int)
             f"evaluate.zero_shot.overlapping_eval {stride} exceeds data.seq_length {seq_length}, "
             f"so that windows would leave tokens out: lower it to at most {seq_length}"
         )
+
+
+def _check_lm_eval(lm_eval: LmEvalConfig, family: Family) -> None:
+    if lm_eval.tasks and family != "gpt":
+        raise ValueError(
+            f"evaluate.lm_eval.tasks is {', '.join(lm_eval.tasks)} but family is {family}: only "
+            "gpt predicts a text from left to right: remove the tasks"
+        )
+    if twice := sorted({name for name in lm_eval.tasks if lm_eval.tasks.count(name) > 1}):
+        raise ValueError(f"evaluate.lm_eval.tasks names {twice[0]} twice: remove one")
+    values = {"include_path", "num_fewshot", "limit"} & lm_eval.model_fields_set
+    given = sorted(name for name in values if getattr(lm_eval, name) is not None)
+    if given and not lm_eval.tasks:
+        raise ValueError(
+            f"evaluate.lm_eval.{given[0]} is {getattr(lm_eval, given[0])} but there are no "
+            "evaluate.lm_eval.tasks: name some, or remove it"
+        )
+
+
+def _check_contamination(config: "RunConfig") -> None:
+    evaluate = config.evaluate
+    for name, default in (("contamination_ngram", 13), ("contamination_limit", 0.01)):
+        value = getattr(evaluate, name)
+        if evaluate.contamination is None and value != default:
+            raise ValueError(
+                f"evaluate.{name} is {value} but evaluate.contamination is null: give report, "
+                f"remove or refuse, or leave {name} out"
+            )
+    for source in config.data.sources if evaluate.contamination else ():
+        if holds_tokens(source):
+            raise ValueError(
+                f"evaluate.contamination is {evaluate.contamination}, but a source of kind "
+                f"{source.kind} has tokens instead of text, which cannot be searched: give its "
+                "text, or remove evaluate.contamination"
+            )
 
 
 def check_sentences(family: Family, model: ModelConfig, data: DataConfig) -> None:

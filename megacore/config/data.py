@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.curate import CurateExecutor, CurateStep, LocalExecutor
 
 DEFAULT_SPLIT = "969,30,1"
 DEFAULT_MAX_DOCUMENT_MB = 100
@@ -62,6 +63,19 @@ class ParquetSource(Section):
     documents."""
     key: str = keyed("text")
     """Column that contains the document."""
+
+
+class WarcSource(Section):
+    """Web pages in local WARC files (.warc, .warc.gz), or their text in WET files.
+
+    Successful responses with HTML are read. data.curate has to extract their text.
+    """
+
+    kind: Literal["warc"] = keyed()
+    """Type of the source."""
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
+    """Paths or globs of the files, such as `/data/*.warc.gz`; their order is the order of the
+    pages."""
 
 
 class RemoteFile(Section):
@@ -141,6 +155,7 @@ Source = Annotated[
     | TextSource
     | JsonlSource
     | ParquetSource
+    | WarcSource
     | HttpSource
     | HubSource
     | PrefixSource,
@@ -158,10 +173,16 @@ def holds_tokens(source: Source) -> bool:
 class WeightedSource(Section):
     """Source of a blend with its weight."""
 
-    weight: float = keyed(resolved=("index", "run"), gt=0)
-    """Relative share of the samples; the weights of a blend need not sum to 1."""
+    weight: float | None = keyed(None, resolved=("index", "run"), ge=0)
+    """Relative share of the samples; the weights of a blend need not sum to 1. Null only with
+    data.blend_temperature, 0 only if data.blend_schedule gives a weight later."""
     source: Source = keyed()
     """Source of the documents."""
+    name: str | None = unkeyed(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=80)
+    """Name in the losses by source; null derives one from the source."""
+    max_epochs: float | None = unkeyed(None, gt=0)
+    """Epochs of the source in the train split above which the run is refused; null means no
+    limit."""
 
 
 Blend = Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
@@ -335,6 +356,24 @@ class SpanCorruptionConfig(Section):
     replaced."""
 
 
+class BlendStep(Section):
+    """Change of the weights of the train split at a sample of the training."""
+
+    samples: int | None = keyed(None, gt=0)
+    """Consumed samples from which the weights apply. Give either samples or tokens."""
+    tokens: int | None = keyed(None, gt=0)
+    """Consumed tokens from which the weights apply: from the first sample that begins at or after
+    them, of data.seq_length tokens each."""
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = keyed(min_length=1)
+    """Weight of each source in the order of the blend; 0 draws nothing from it."""
+
+    def first_sample(self, seq_length: int) -> int:
+        """Return the first sample with these weights."""
+        if self.samples is not None:
+            return self.samples
+        return -(-(self.tokens or 0) // seq_length)
+
+
 class SequencePhase(Section):
     """Part of a training with one sequence length."""
 
@@ -358,6 +397,26 @@ class DataConfig(Section):
     """Several sources with weights, instead of source; each of them is divided by `split`."""
     split_blends: SplitBlends | None = keyed(None, key="collect")
     """Separate sources with weights for each split, instead of source."""
+    blend_schedule: tuple[BlendStep, ...] | None = keyed(
+        None, resolved=("index", "train"), min_length=1
+    )
+    """Later weights of blend, or of split_blends.train. All samples before a step stay the same, so
+    a step may be added to a run that has not reached it."""
+    blend_temperature: float | None = keyed(None, key=("index", "run"), omit_default=True, gt=0)
+    """Temperature T of weights proportional to the tokens of each source to the power 1/T, for
+    sources without a weight: 1 is proportional to the sizes, more raises small sources."""
+    curate: tuple[CurateStep, ...] = keyed((), key="curate", omit_default=True)
+    """Steps that remove or change documents between collection and tokenization, in this order;
+    each source is curated by itself, except for deduplications across sources. No steps, no
+    stage."""
+    curate_shard_mb: int = keyed(64, key="curate", gt=0, le=100_000)
+    """Size of the shards in MB (10^6 bytes) that one process curates at a time, and of the files
+    with the documents that are kept."""
+    curate_executor: CurateExecutor = unkeyed(LocalExecutor(kind="local"))
+    """Executor of the tasks that curate shards; the documents that are kept do not depend on it."""
+    curate_workers: int | None = unkeyed(None, gt=0)
+    """Number of processes that curate shards at the same time; null means one per core, for Slurm
+    an element of the array per task, at most 1000, and on a Ray cluster one per free CPU."""
     tokenizer: TokenizerChoice = keyed(TrainBpeTokenizer(kind="train-bpe"), key="tokenizer")
     """Tokenizer that converts text into tokens."""
     split: str | None = keyed(None, resolved=("index", "run"))
@@ -380,7 +439,7 @@ class DataConfig(Section):
     shuffle_documents: bool = keyed(True, resolved="tokenize")
     """If true, documents are shuffled with the seed after they are tokenized. Splits are contiguous
     ranges of documents, so the order decides which split a document belongs to."""
-    on_bad_line: Literal["stop", "skip"] = keyed("stop", key="tokenize")
+    on_bad_line: Literal["stop", "skip"] = keyed("stop", key=("curate", "search", "tokenize"))
     """Treatment of lines without a document (blank, not JSON, or without the key): stop ends the
     stage, skip only counts them."""
     split_sentences: bool = keyed(False, resolved="tokenize")
@@ -444,6 +503,11 @@ class DataConfig(Section):
         if self.split_blends is not None:
             members = (*self.split_blends.train, *self.split_blends.valid, *self.split_blends.test)
         return tuple(dict.fromkeys(member.source for member in members))
+
+    @property
+    def train_blend(self) -> tuple[WeightedSource, ...]:
+        """Members of the train split; empty for a single source."""
+        return self.blend or (() if self.split_blends is None else self.split_blends.train)
 
     @property
     def max_document_bytes(self) -> int:

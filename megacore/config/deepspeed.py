@@ -25,7 +25,8 @@ class DeepSpeedConfig(Section):
     cpu_checkpointing; these only fill values that the JSON sets to "auto"."""
     zero_stage: Literal[0, 1, 2, 3] | None = unkeyed(None)
     """ZeRO stage: 1 divides the optimizer state among the replicas, 2 also the gradients, 3 also
-    the weights; null means 1 with parallel.use_distributed_optimizer, else 0."""
+    the weights; null means that of
+    parallel.data_parallel_sharding."""
     offload_optimizer: OffloadDevice = unkeyed("none")
     """Device that stores and updates the optimizer state, with ZeRO stages 1 to 3; nvme requires
     stage 3."""
@@ -145,7 +146,7 @@ def user_settings_of(config: "RunConfig") -> UserSettings:
         autos = frozenset(key for key, value in values.items() if value == AUTO)
         values |= _by_width(autos, values, config.model.hidden_size)
         values = {key: value for key, value in values.items() if value != AUTO}
-    values.setdefault(f"{_ZERO}.stage", int(config.parallel.use_distributed_optimizer))
+    values.setdefault(f"{_ZERO}.stage", config.parallel.zero_stage)
     return UserSettings(values, autos, section.config is not None)
 
 
@@ -268,7 +269,7 @@ def zero_of(config: "RunConfig") -> ZeroSettings:
     Raises ValueError if the user's JSON is invalid.
     """
     if config.engine == "native":
-        return ZeroSettings(stage=int(config.parallel.use_distributed_optimizer))
+        return ZeroSettings(stage=config.parallel.zero_stage)
     asked, nvme_path = user_settings_of(config), None
     optimizer, param = (
         cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")

@@ -65,10 +65,11 @@ def accumulation_type(asked: UserSettings, precision: str) -> str:
 
 def _check_stage(parallel: "ParallelConfig", asked: UserSettings) -> None:
     stage = asked.stage
-    if stage == 0 and parallel.use_distributed_optimizer:
+    if stage < parallel.zero_stage:
         raise ValueError(
-            f"{asked.named(_STAGE)} is 0 but parallel.use_distributed_optimizer is true, which is "
-            "stage 1: change one of them"
+            f"{asked.named(_STAGE)} is {stage} but parallel.data_parallel_sharding is "
+            f"{parallel.data_parallel_sharding}, which is stage {parallel.zero_stage}: change one "
+            "of them"
         )
     for name in _STAGE_3_ONLY.split() if stage < 3 else ():
         key = f"zero_optimization.{name}"

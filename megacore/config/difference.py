@@ -8,19 +8,30 @@ from pydantic import BaseModel
 
 from megacore.config.base import PretrainStage, Stage
 from megacore.config.keys import Declaration, declaration
-from megacore.config.run import RunConfig
+from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ConfigError
 from megacore.redact import redact_values
 
 _TOKENS: frozenset[Stage] = frozenset(
-    ["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"]
+    [
+        "collect",
+        "curate",
+        "decontaminate",
+        "tokenizer",
+        "punkt",
+        "tokenize",
+        "tokenize-shard",
+        "blend",
+    ]
 )
 """Stages that produce the tokens. Within a run they are equal, because the run's key includes their
 keys."""
 _TRAINING = _TOKENS | {"run"}
 """Stages whose output a training computes with, and the training itself."""
-_LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish", "push"])
-"""Stages after the training; their values do not affect it."""
+_LATER: frozenset[Stage] = frozenset(
+    ["search", "contamination", "evaluate", "zeroshot", "convert", "lm-eval", "publish", "push"]
+)
+"""Stages whose values do not affect the training. What a search finds may, by `decontaminate`."""
 OPTIMIZER = "optim.name"
 """Value that no override allows to change, because each optimizer has other state."""
 _OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
@@ -71,7 +82,8 @@ def compare_configurations(
     """
     # A checkpoint contains no credentials, so both configurations are compared without them.
     old, new = (
-        dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json"))
+        dict(_leaves(redact_values(values)))
+        for values in (with_current_names(before), now.model_dump(mode="json"))
     )
     ignored = _LATER if another_run else _LATER | _TOKENS
     changes = []
@@ -80,12 +92,19 @@ def compare_configurations(
             continue
         if field not in old and new[field] == _default(now, field):
             continue  # a newer field at its default changes nothing
-        old_value, new_value = old.get(field, _ABSENT), new.get(field, _ABSENT)
+        old_value, new_value = (_without_nulls(values.get(field, _ABSENT)) for values in (old, new))
         stages, section_stages = _stages(now, field)
         read_by = stages or section_stages
         if old_value != new_value and not (read_by and read_by <= ignored):
             changes.append(Change(field, old_value, new_value, bool(stages & _TRAINING)))
     return changes
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its sections: newer fields at their default."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def differing_values(
@@ -97,7 +116,8 @@ def differing_values(
         before: configuration as JSON.
         now: configuration that it is compared with.
     """
-    old, new = (dict(_leaves(values)) for values in (before, now.model_dump(mode="json")))
+    old = dict(_leaves(with_current_names(before)))
+    new = dict(_leaves(now.model_dump(mode="json")))
     result = []
     for field in sorted(old.keys() | new.keys()):
         if field not in old and new[field] == _default(now, field):

@@ -10,6 +10,7 @@ from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.finetune_task import (
     CausalLmConfig,
     ClassificationConfig,
+    MultipleChoiceConfig,
     Seq2SeqConfig,
     TaskConfig,
     best_metric,
@@ -372,6 +373,8 @@ def _check_task(config: "FinetuneConfig") -> None:
         _check_differing("task.metrics", task.metrics or ())
     if isinstance(task, ClassificationConfig):
         _check_differing("task.labels", task.labels or ())
+    if isinstance(task, MultipleChoiceConfig):
+        _check_differing("task.choices_columns", task.choices_columns)
     if (
         isinstance(task, Seq2SeqConfig)
         and task.sentence_splitter == "punkt"

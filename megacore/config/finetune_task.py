@@ -1,7 +1,7 @@
 """Section `task`: the tasks of fine-tuning and their metrics.
 
-The tasks are classification of texts, generation of a target text, and prediction of the next
-token.
+The tasks are classification of texts, choice of one of several answers, generation of a target
+text, and prediction of the next token.
 """
 
 from dataclasses import dataclass
@@ -116,8 +116,34 @@ class CausalLmConfig(Section):
     """If true, the tokenizer's end-of-text token is added after each text."""
 
 
+class MultipleChoiceConfig(Section):
+    """Choice of one of several answers, as in RACE, SWAG and HellaSwag, with an encoder.
+
+    The model reads the context and one choice at a time and gives each pair one score.
+    """
+
+    kind: Literal["multiple_choice"] = keyed()
+    """Type of the task."""
+    context_column: str = keyed("context", min_length=1)
+    """Column of the text that all choices share."""
+    question_column: str | None = keyed(None, min_length=1)
+    """Column of the question, which is inserted before each choice; a choice replaces the `_` of a
+    question that has one. Null means the choices continue the context."""
+    choices_columns: tuple[str, ...] = keyed(("choices",), min_length=1)
+    """Column with the list of a row's choices, or the columns with one choice each. All rows have
+    the same number of choices."""
+    label_column: str = keyed("label", min_length=1)
+    """Column of the right choice: a number from 0, or a letter from A."""
+    max_length: int = keyed(128, gt=0)
+    """Maximum tokens of a context with one choice, including special tokens; the longer of both is
+    truncated first."""
+    pad_to_max_length: bool = keyed(False)
+    """If true, every choice is padded to max_length; if false, to the longest of its batch."""
+
+
 TaskConfig = Annotated[
-    ClassificationConfig | Seq2SeqConfig | CausalLmConfig, Field(discriminator="kind")
+    ClassificationConfig | MultipleChoiceConfig | Seq2SeqConfig | CausalLmConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -227,7 +253,9 @@ def _check_against(task: ClassificationConfig, glue: GlueSettings) -> None:
         )
 
 
-def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) -> tuple[str, ...]:
+def metric_names(
+    task: ClassificationConfig | MultipleChoiceConfig | Seq2SeqConfig | CausalLmConfig,
+) -> tuple[str, ...]:
     """Return the names of the task's metrics, without the loss.
 
     The first one selects the best model unless the configuration names another.
@@ -237,6 +265,8 @@ def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) ->
     match task:
         case ClassificationConfig():
             return classification_settings(task).metrics
+        case MultipleChoiceConfig():
+            return ("accuracy",)
         case Seq2SeqConfig():
             return tuple(dict.fromkeys(task.metrics))
         case CausalLmConfig():

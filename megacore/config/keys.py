@@ -24,6 +24,7 @@ PLACES: Mapping[Stage, Mapping[str, str]] = {
     "evaluate": {"evaluate": ""},
     "zeroshot": {"evaluate.zero_shot": "", "data": ""},
     "convert": {"export": ""},
+    "lm-eval": {"evaluate.lm_eval": ""},
     "push": {"export": ""},
     "examples": {"data": "limits", "model": ""},
     "finetune": {"launch": "", "launch.deepspeed_config": "deepspeed"},

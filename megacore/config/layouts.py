@@ -179,6 +179,7 @@ def refused(
         or _refused_widths(model, layout)
         or _refused_schedule(family, parallel, layout)
         or _refused_by_deepspeed(config, layout)
+        or _refused_sharding(config, layout)
         or _refused_layers(family, model, parallel, layout)
         or _refused_batch(train, layout)
         or _refused_rampup(train, layout)
@@ -262,6 +263,13 @@ def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | N
             remedy,
         )
     divided = config.parallel.sequence_parallel
+    if divided and layout.tensor % 2 and config.model.hidden_dropout:
+        return Refusal(
+            f"{asked} with parallel.sequence_parallel and an odd "
+            f"parallel.tensor_model_parallel_size {layout.tensor}, whose ranks would draw other "
+            f"numbers for model.hidden_dropout {config.model.hidden_dropout}",
+            "set parallel.sequence_parallel to false",
+        )
     parts = math.lcm(2 * layout.context, layout.context * (layout.tensor if divided else 1))
     wrong = [each for each in _lengths(config.data).items() if each[1] % parts]
     if not wrong:
@@ -373,6 +381,20 @@ def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusa
             f"set it to 1f1b, or {native}",
         )
     return None
+
+
+def _refused_sharding(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
+    """Check that divided weights are not gathered again for each micro batch of each stage."""
+    sharding = config.parallel.data_parallel_sharding
+    if sharding != "parameters" or layout.pipeline == 1 or config.engine == "deepspeed":
+        return None
+    return Refusal(
+        f"parallel.data_parallel_sharding is parameters but parallel.pipeline_model_parallel_size "
+        f"is {layout.pipeline}, and the layers of a stage, which alternate between forward and "
+        "backward passes of different micro batches, would be gathered twice for each",
+        "set parallel.data_parallel_sharding to gradients, or "
+        "parallel.pipeline_model_parallel_size to 1",
+    )
 
 
 def _refused_layers(

@@ -7,7 +7,7 @@ Validation errors of pydantic are translated into clauses with the key, the valu
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,7 +18,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
 from megacore.config.train import KernelsConfig
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, dotted
 from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml, shortened
 
 CONF_DIR = Path("conf")
@@ -55,7 +55,8 @@ WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
 _EXTENDS = "extends"
 """Key of a file for the configurations that it extends."""
-_KIND = "kind"
+Model = TypeVar("Model", bound=BaseModel)
+_DISCRIMINATORS = ("kind", "step")
 """Field that selects the alternative of a section. Pydantic includes its value in error
 locations."""
 
@@ -109,6 +110,7 @@ class _Merged(NamedTuple):
 
         A relative path in a configuration is relative to the directory of that file.
         """
+        key = key.partition("[")[0]
         overridden = any(f"{key}.".startswith(f"{override}.") for override in self.overrides)
         if overridden or not _has(self.values, key):
             return self.path
@@ -127,7 +129,7 @@ def load_config(
     """
     merged = _read_values(conf, overrides, conf_dir, _PRETRAINING)
     _read_deepspeed_json(merged, conf_dir)
-    return cast(RunConfig, _validated(_PRETRAINING, merged.values, merged.origin, merged=merged))
+    return validated(RunConfig, merged.values, merged.origin, merged=merged)
 
 
 def load_finetune_config(
@@ -142,10 +144,7 @@ def load_finetune_config(
     clone = conf_dir.absolute().parent.parent
     roots = {key: (Path(), merged.file_of(key).parent, clone) for key in (ACCELERATE, DEEPSPEED)}
     context = {FILES: read_files(merged.values, roots)}
-    return cast(
-        FinetuneConfig,
-        _validated(_FINE_TUNING, merged.values, merged.origin, context, merged=merged),
-    )
+    return validated(FinetuneConfig, merged.values, merged.origin, context=context, merged=merged)
 
 
 def name_of(path: Path) -> str:
@@ -163,7 +162,7 @@ def read_config(path: Path) -> RunConfig:
 
 def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     """Validate plain values; `origin` names them in messages. Raises ConfigError."""
-    return cast(RunConfig, _validated(_PRETRAINING, values, origin))
+    return validated(RunConfig, values, origin)
 
 
 def parse_finetune_config(
@@ -180,9 +179,7 @@ def parse_finetune_config(
     Raises:
         ConfigError: the values are not a valid configuration.
     """
-    return cast(
-        FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})})
-    )
+    return validated(FinetuneConfig, values, origin, context={FILES: dict(files or {})})
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
@@ -221,19 +218,19 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAININ
     )
 
 
-def _validated(
-    kind: _Kind,
+def validated(
+    schema: type[Model],
     values: Mapping[str, Any],
     origin: str,
-    context: dict[str, Any] | None = None,
     *,
+    context: dict[str, Any] | None = None,
     merged: _Merged | None = None,
-) -> BaseModel:
+) -> Model:
+    """Return `values` as a section or configuration; `origin` names them. Raises ConfigError."""
     try:
-        return kind.schema.model_validate(values, context=context)
+        return schema.model_validate(values, context=context)
     except ValidationError as error:
-        problems = format_errors(error, kind.schema, merged)
-        raise ConfigError(f"{origin}: {problems}") from error
+        raise ConfigError(f"{origin}: {format_errors(error, schema, merged)}") from error
 
 
 def _read_values(
@@ -350,7 +347,8 @@ def _merge(
             old, place = merged.get(key), (*location, key)
             old = KernelsConfig.expanded(old) if place == _KERNELS else old
             old = old if isinstance(old, dict) else {}
-            if _KIND in value and len(_sections_at(place, schema)) > 1:
+            is_whole = any(name in value for name in _DISCRIMINATORS)
+            if is_whole and len(_sections_at(place, schema)) > 1:
                 old = {}
             value = _merge(old, value, schema, place)
         merged[key] = value
@@ -459,15 +457,16 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{key} is missing: give it a value"
     if item["type"] == "union_tag_not_found":
-        return f"{key}.{_KIND} is missing: give it a value"
+        return f"{key}.{_discriminator(item)} is missing: give it a value"
     if item["type"] == "union_tag_invalid":
         *most, last = item["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return f"{key}.{_KIND} is {item['ctx']['tag']!r}: give {', '.join(most)} or {last}"
+        name = f"{key}.{_discriminator(item)}"
+        return f"{name} is {item['ctx']['tag']!r}: give {', '.join(most)} or {last}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
     if item["type"] == INTEGER_TOO_LARGE:
-        return ".".join([*map(str, location), message])
+        return dotted([*location, message])
     if location in _WHOLE and len(item["loc"]) > len(location):
         return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
@@ -485,7 +484,7 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
     here = _sections_at(location[:-1], schema)
     others = [section for section in _sections_at(above, schema) if name in section.model_fields]
     if others and here != others:
-        kind = f"{'.'.join(map(str, above))}.{_KIND}"
+        kind = dotted([*above, *_discriminators_of(here[0])])
         return (
             f" (it belongs to {kind} {_kinds_of(others[0])[0]}, and {kind} is "
             f"{_kinds_of(here[0])[0]})"
@@ -507,7 +506,7 @@ def _location(item: Any, schema: type[BaseModel]) -> Location:
 
 
 def _key(item: Any, schema: type[BaseModel]) -> str:
-    return ".".join(str(part) for part in _location(item, schema)) or "the configuration"
+    return dotted(_location(item, schema)) or "the configuration"
 
 
 def _without_kinds(location: Location, schema: type[BaseModel]) -> Location:
@@ -560,9 +559,21 @@ def _names_of(section: type[BaseModel]) -> set[str]:
 
 
 def _kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of `kind` that select a section."""
-    field = section.model_fields.get(_KIND)
-    return () if field is None else tuple(map(str, get_args(field.annotation)))
+    """Return the values of `kind` or `step` that select a section."""
+    return tuple(
+        str(value)
+        for name in _discriminators_of(section)
+        for value in get_args(section.model_fields[name].annotation)
+    )
+
+
+def _discriminators_of(section: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(name for name in _DISCRIMINATORS if name in section.model_fields)
+
+
+def _discriminator(item: Any) -> str:
+    """Return the name of the field that selects an alternative of the union in an error."""
+    return str(item["ctx"]["discriminator"]).strip("'")
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

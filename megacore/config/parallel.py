@@ -4,9 +4,15 @@ The layout does not change the result except for rounding, and for dropout of ac
 tensor-parallel ranks divide.
 """
 
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from pydantic import model_validator
 
 from megacore.config.base import Section, unkeyed
+
+DataParallelSharding = Literal["none", "optimizer", "gradients", "parameters"]
+ZERO_STAGES: tuple[DataParallelSharding, ...] = get_args(DataParallelSharding)
+"""Sharding that is equivalent to each stage of ZeRO."""
 
 
 class ParallelConfig(Section):
@@ -37,14 +43,30 @@ class ParallelConfig(Section):
     the order of the model."""
     pipeline_model_parallel_split_rank: int | None = unkeyed(None, gt=0)
     """First pipeline stage of T5's decoder; null divides the stages by cost."""
-    use_distributed_optimizer: bool = unkeyed(False)
-    """If true, main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari
-    et al. 2020)."""
+    data_parallel_sharding: DataParallelSharding = unkeyed("none")
+    """State that data-parallel ranks divide (ZeRO; Rajbhandari et al. 2020): optimizer divides main
+    weights and moments (stage 1), gradients also the main gradients (stage 2), parameters also the
+    weights that the model computes with (stage 3)."""
     grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
     """Size of a gradient-reduction bucket in MiB of fp32."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
     """Data type of the gradients in the reduction between data-parallel ranks; they are always
     accumulated in fp32."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sharding_has_one_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "use_distributed_optimizer" in values:
+            raise ValueError(
+                "parallel.use_distributed_optimizer is called parallel.data_parallel_sharding: "
+                "write optimizer there for true, and none for false"
+            )
+        return values
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO that is equivalent to the sharding."""
+        return ZERO_STAGES.index(self.data_parallel_sharding)
 
     @property
     def ranks_per_replica(self) -> int:

@@ -111,3 +111,19 @@ class RunConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry, with the default filled in."""
         return self.tracking.registered_model or self.name
+
+
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that an earlier version stored with the names of this version."""
+    result = dict(config)
+    launch, parallel = result.get("launch"), result.get("parallel")
+    if isinstance(launch, dict) and "launcher" in launch:
+        others = {name: value for name, value in launch.items() if name != "launcher"}
+        result["launch"] = {"kind": launch["launcher"]} | others
+    if isinstance(parallel, dict) and "use_distributed_optimizer" in parallel:
+        others = {
+            name: value for name, value in parallel.items() if name != "use_distributed_optimizer"
+        }
+        sharding = "optimizer" if parallel["use_distributed_optimizer"] else "none"
+        result["parallel"] = {"data_parallel_sharding": sharding} | others
+    return result

@@ -1,9 +1,9 @@
 """Sections `train`, `checkpoint`, `resume`, `evaluate`, `export` and `tracking`."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, field_validator, model_serializer, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_serializer, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -45,8 +45,9 @@ class KernelsConfig(Section):
     that cannot run on its hardware.
     """
 
-    attention: Literal["auto", "cpp", "plain"] = unkeyed("auto")
-    """Attention; plain is scaled_dot_product_attention."""
+    attention: Literal["auto", "cpp", "flex", "plain"] = unkeyed("auto")
+    """Attention; plain is scaled_dot_product_attention; flex is torch's FlexAttention for masks,
+    soft caps and ALiBi, in compiled layers on GPUs only."""
     norm: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
     """LayerNorm and RMSNorm."""
     activation: Literal["auto", "cpp", "plain"] = unkeyed("auto")
@@ -91,7 +92,9 @@ class KernelsConfig(Section):
     def for_evaluation(self) -> "KernelsConfig":
         """The same without a choice for operations that only a training step has."""
         step = ("weight_gradient", "adamw", "sum_of_squares")
-        return self.model_copy(update=dict.fromkeys(step, "auto"))
+        # FlexAttention runs in compiled layers only.
+        compiled = ("attention",) if self.attention == "flex" else ()
+        return self.model_copy(update=dict.fromkeys(step + compiled, "auto"))
 
     @model_serializer(mode="plain")
     def _as_short_as_written(self) -> str | dict[str, str]:
@@ -246,25 +249,72 @@ class ResumeConfig(Section):
     configuration."""
 
 
+class PasskeyConfig(Section):
+    """Retrieval of a number hidden in filler text (Mohtashami and Jaggi 2023, arXiv:2305.16300)."""
+
+    lengths: tuple[Annotated[int, Field(gt=0)], ...] = keyed((), omit_default=True)
+    """Lengths in tokens of the prompts with their number, such as [512, 1024], up to
+    model.max_position_embeddings; empty means no test."""
+    depths: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] = keyed(
+        (0.0, 0.25, 0.5, 0.75, 1.0), omit_default=True, min_length=1
+    )
+    """Places of the number as fractions of the filler text: 0 is its beginning, 1 its end."""
+    prompts: int = keyed(10, omit_default=True, gt=0)
+    """Number of prompts per length and depth."""
+    candidates: int = keyed(10, omit_default=True, gt=1, le=1000)
+    """Number of numbers whose likelihoods are compared. A model that guesses finds one in this
+    many."""
+    seed: int = keyed(1234, omit_default=True, ge=0)
+    """Seed of the numbers."""
+
+    @field_validator("lengths", "depths")
+    @classmethod
+    def _no_value_is_repeated(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice:g} is given more than once: give each value once")
+        return values
+
+
 class ZeroShotConfig(Section):
     """Zero-shot evaluation of checkpoints on texts outside their training data. GPT only."""
 
-    wikitext: str | None = keyed(None, resolved="zeroshot", min_length=1)
+    wikitext: str | None = keyed(None, resolved=("search", "zeroshot"), min_length=1)
     """Path of WikiText's test split with words separated by spaces. The key contains its content,
     not its name."""
-    lambada: str | None = keyed(None, resolved="zeroshot", min_length=1)
+    lambada: str | None = keyed(None, resolved=("search", "zeroshot"), min_length=1)
     """Path of LAMBADA's test split in JSON Lines with the field `text`. The key contains its
     content, not its name."""
     overlapping_eval: int | None = keyed(None, gt=0)
     """Distance in tokens between the starts of WikiText's windows of seq_length tokens; null means
     windows without overlap."""
+    passkey: PasskeyConfig = keyed(PasskeyConfig())
+    """Test of retrieval from long prompts."""
     checkpoints: Literal["all", "best"] = unkeyed("all")
     """Checkpoints to score: all that are kept, or only the one with the lowest validation loss."""
 
     @property
     def requested(self) -> bool:
-        """True if there is a text to score."""
-        return self.wikitext is not None or self.lambada is not None
+        """True if there is a text to score or a passkey to find."""
+        return self.wikitext is not None or self.lambada is not None or bool(self.passkey.lengths)
+
+
+class LmEvalConfig(Section):
+    """Scores of exported checkpoints by EleutherAI's lm-evaluation-harness. GPT only."""
+
+    tasks: tuple[str, ...] = keyed((), key=("search", "lm-eval"))
+    """Names of tasks, groups or tags, such as arc_easy; none means no scores. `megacore[lm-eval]`
+    must be installed."""
+    include_path: str | None = keyed(None, resolved=("search", "lm-eval"), min_length=1)
+    """Directory with YAML files of additional tasks. The key contains their content and that of
+    local files in their `data_files`, not the path."""
+    num_fewshot: int | None = keyed(None, ge=0)
+    """Number of examples before each question; null means the number of each task."""
+    limit: int | None = keyed(None, key=("search", "lm-eval"), gt=0)
+    """Largest number of questions of each task; null means all."""
+    checkpoints: Literal["all", "best"] = unkeyed("best")
+    """Checkpoints to export and score: all that are kept, or only the one with the lowest
+    validation loss, which is exported anyway."""
 
 
 class EvaluateConfig(Section):
@@ -278,10 +328,25 @@ class EvaluateConfig(Section):
     micro_batch_size: int = unkeyed(16, gt=0)
     """Samples of one forward pass on one rank in evaluations."""
     max_samples: int | None = keyed(4096, gt=0)
-    """Number of samples per split to evaluate, in shuffled order; null means all. Training
-    evaluates as many validation samples at each checkpoint."""
+    """Number of samples per split to evaluate, in shuffled order, and of a blend's sources by their
+    sizes; null means all. Training evaluates as many validation samples at each checkpoint."""
     zero_shot: ZeroShotConfig = keyed(ZeroShotConfig(), key="zeroshot")
     """Zero-shot evaluation on texts outside the training data."""
+    lm_eval: LmEvalConfig = keyed(LmEvalConfig(), key="lm-eval")
+    """Scores of the exported models by lm-evaluation-harness."""
+    contamination: Literal["report", "remove", "refuse"] | None = keyed(
+        None, key="publish", resolved="contamination", omit_default=True
+    )
+    """Search of the evaluation sets in the training corpus, which needs `megacore[curate]`; null
+    means none. report publishes a score with the share of contaminated items, and with a warning
+    above contamination_limit; refuse does not publish such a score; remove leaves documents that
+    share an n-gram with an evaluation set, and copies of documents, out of the corpus."""
+    contamination_ngram: int = keyed(13, key="search", gt=0, le=100)
+    """Number of consecutive words that make an item contaminated. Items of fewer words cannot be
+    searched."""
+    contamination_limit: float = keyed(0.01, key="publish", omit_default=True, ge=0.0, le=1.0)
+    """Share of contaminated items above which a score has a warning or is refused. It bounds by how
+    much an accuracy can be too high."""
 
 
 class HubConfig(Section):

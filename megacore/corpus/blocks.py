@@ -77,11 +77,16 @@ class LineBlock(Block):
         self._data = data
         self._first = first
 
-    def texts(self) -> tuple[list[str], list[BadLine]]:
-        """Return the texts under the key, and the lines without one."""
-        key, lines = self.segment.key, self._data.split(b"\n")
+    def lines(self) -> list[bytes]:
+        """Return the lines without their newlines."""
+        lines = self._data.split(b"\n")
         if len(self._data) > self.size or not lines[-1]:
             lines.pop()
+        return lines
+
+    def texts(self) -> tuple[list[str], list[BadLine]]:
+        """Return the texts under the key, and the lines without one."""
+        key, lines = self.segment.key, self.lines()
         try:
             texts = [orjson.loads(line)[key] for line in lines]
         except (ValueError, LookupError, TypeError):

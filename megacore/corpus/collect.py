@@ -1,7 +1,7 @@
 """The collect stage, which turns a source into a corpus directory.
 
 A corpus directory contains either `corpus.jsonl`, one {"text", "source"} object per line in a
-stable order, or `sources.json`, a list of files (JSON Lines, parquet, or a pair of token files)
+stable order, or `sources.json`, a list of files (JSON Lines, parquet, WARC, or token files)
 that are read in place or were downloaded into the directory.
 """
 
@@ -19,8 +19,9 @@ from megacore.config.data import (
     Source,
     SourceTreeSource,
     TextSource,
+    WarcSource,
 )
-from megacore.corpus import hub, local_files, remote, source_tree, text_files
+from megacore.corpus import hub, local_files, remote, source_tree, text_files, web_pages
 from megacore.corpus.fetch import shown
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import DataFormatError
@@ -41,6 +42,8 @@ def fingerprint(source: Source) -> dict[str, Any]:
             return text_files.fingerprint(source)
         case JsonlSource() | ParquetSource():
             return local_files.fingerprint(source)
+        case WarcSource():
+            return web_pages.fingerprint(source)
         case HttpSource():
             return remote.fingerprint(source)
         case HubSource():
@@ -87,6 +90,8 @@ def _collector(
             return lambda directory: text_files.collect(source, directory, limit)
         case JsonlSource() | ParquetSource():
             return lambda directory: local_files.collect(source, directory, limit)
+        case WarcSource():
+            return lambda directory: web_pages.collect(source, directory)
         case HttpSource():
             downloads = cache_directory or parent / DOWNLOADS
             return lambda directory: remote.collect(source, directory, downloads, limit)
@@ -105,7 +110,7 @@ def describe(source: Source) -> str:
             return f"{source_tree.root_of(source)}" + (
                 f" with pattern {pattern}" if pattern else ""
             )
-        case TextSource() | JsonlSource() | ParquetSource():
+        case TextSource() | JsonlSource() | ParquetSource() | WarcSource():
             return ", ".join(source.files)
         case HttpSource():
             return ", ".join(shown(file.url) for file in source.files)

@@ -115,6 +115,10 @@ def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | N
         ]
         if facts["kind"] == "prefix":
             facts["prefix"] = _below(directory, facts["prefix"])
+        elif facts["kind"] == "warc":
+            facts["cuts"] = [
+                [(int(start), int(page)) for start, page in places] for places in facts["cuts"]
+            ]
         elif not isinstance(facts["key"], str):
             raise TypeError(f"its key is {facts['key']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -132,12 +136,21 @@ def _below(directory: Path, path: str) -> str:
 
 def parse_document(line: bytes, key: str, where: str) -> str:
     """Return the text of a JSON line; `where` names its file and line. Raises DataFormatError."""
+    text: str = parse_fields(line, key, where)[key]
+    return text
+
+
+def parse_fields(line: bytes, key: str, where: str) -> dict[str, Any]:
+    """Return the fields of a JSON line, with a text under `key`.
+
+    `where` names its file and line. Raises DataFormatError.
+    """
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        text = _lenient_text(line, key)
-        if text is not None:
-            return text
+        value = _lenient_fields(line, key)
+        if value is not None:
+            return value
         problem = f"not JSON ({error})" if line.strip() else "blank"
         raise DataFormatError(f"{where} is {problem}: repair or remove the line") from error
     if not isinstance(value, dict):
@@ -146,7 +159,7 @@ def parse_document(line: bytes, key: str, where: str) -> str:
         )
     text = value.get(key)
     if isinstance(text, str):
-        return text
+        return value
     if key not in value:
         others = ", ".join(sorted(value)[:_SHOWN_KEYS]) or "nothing"
         raise DataFormatError(f"{where} has no key {key!r}, only {others}: set data.source.key")
@@ -155,8 +168,8 @@ def parse_document(line: bytes, key: str, where: str) -> str:
     )
 
 
-def _lenient_text(line: bytes, key: str) -> str | None:
-    """Return the text of a line that only Python's json accepts, or None.
+def _lenient_fields(line: bytes, key: str) -> dict[str, Any] | None:
+    """Return the fields of a line that only Python's json accepts, or None.
 
     Python's json writes NaN and unpaired surrogates, which orjson rejects. They may occur only
     outside the text.
@@ -164,6 +177,6 @@ def _lenient_text(line: bytes, key: str) -> str | None:
     try:
         value = json.loads(line.decode("utf-8"))
         text = value.get(key) if isinstance(value, dict) else None
-        return text if isinstance(text, str) and text.encode("utf-8") is not None else None
+        return value if isinstance(text, str) and text.encode("utf-8") is not None else None
     except (ValueError, RecursionError):
         return None

@@ -30,7 +30,7 @@ _MEASURED = 4
 """A line that is too long is measured up to this multiple of the limit."""
 DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
 """Default maximum size of a document in bytes, for readers that have no configuration."""
-RAISE = "raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
+RAISE = "raise data.max_document_mb"
 ADVICE = f"divide or remove it, or {RAISE}"
 """Advice on a document over the limit, where the configuration sets the limit."""
 _UNPACKED_BYTES = 1 << 27

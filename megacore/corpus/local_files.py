@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.manifest import file_digest
-from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
+from megacore.config.data import JsonlSource, ParquetSource, PrefixSource, WarcSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.formats import (
@@ -30,8 +30,8 @@ _GROUP_BYTES = 1 << 16
 """Bytes that parquet's encodings may add to a text and to a column of a row group."""
 
 
-def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
-    """Return the field `key`, and path, size and modification time of every file in order."""
+def fingerprint(source: JsonlSource | ParquetSource | WarcSource) -> dict[str, Any]:
+    """Return the fields of a key, and path, size and modification time of every file in order."""
     files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
     return key_parameters(source, "collect", {"files": files})
 
@@ -81,7 +81,7 @@ def count_documents(
     return count + (last != b"\n")
 
 
-def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
+def list_files(source: JsonlSource | ParquetSource | WarcSource) -> list[SourceFile]:
     """Return all files that match the source's paths and globs, the matches of a glob sorted.
 
     Raises DataFormatError for a missing file or a glob without matches.
@@ -141,10 +141,15 @@ def text_columns(path: str | Path) -> list[str]:
         return [field.name for field in file.schema_arrow if _is_text(field.type)]
 
 
-def read_rows(path: str | Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield some columns of each row, in order."""
+def read_rows(
+    path: str | Path, columns: list[str] | None, start: int = 0, stop: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield some columns (None: all) of each row of row groups start … stop-1, in order."""
     with _open(path) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+        groups = range(start, file.num_row_groups if stop is None else stop)
+        for batch in file.iter_batches(
+            _BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False
+        ):
             yield from batch.to_pylist()
 
 

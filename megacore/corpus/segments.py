@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from megacore.corpus import local_files
@@ -25,6 +26,8 @@ class Segment:
     """Start: the byte at which a line starts, or a row group; 0 in a compressed file."""
     stop: int | None = None
     """End (exclusive); None for the end of the file."""
+    first_page: int | None = None
+    """Number of the first page, from 1, of a WARC file; None for files of other formats."""
 
 
 def segments(directory: Path) -> list[Segment]:
@@ -37,6 +40,8 @@ def segments(directory: Path) -> list[Segment]:
     if sources is None:
         return jsonl_segments([directory / CORPUS_NAME], "text")
     facts, files = sources
+    if facts["kind"] == "warc":
+        return page_segments(files, facts["cuts"])
     if facts["kind"] == "prefix":
         raise DataFormatError(
             f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a "
@@ -53,12 +58,29 @@ def jsonl_segments(paths: Sequence[str | Path], key: str) -> list[Segment]:
     return [Segment(SourceFile.of(Path(path)).path, key) for path in paths]
 
 
+def page_segments(
+    files: Sequence[SourceFile], cuts: Sequence[Sequence[Sequence[int]]]
+) -> list[Segment]:
+    """Return segments of WARC files.
+
+    Args:
+        files: the files in order.
+        cuts: places in each file at which a segment starts, from 0, each as byte and number of the
+            next page.
+    """
+    return [
+        Segment(file.path, "", start, stop, first_page=page)
+        for file, places in zip(files, cuts, strict=True)
+        for (start, page), (stop, _) in pairwise([*places, (file.size, 0)])
+    ]
+
+
 def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
     """Divide segments into shards of at least `size` bytes each (except the last), in order.
 
     JSON Lines files are cut at the first line end after `size` bytes, parquet files between row
-    groups (whose size is that of the uncompressed text column). A compressed file is never cut; its
-    size is that on disk.
+    groups (whose size is that of the uncompressed text column). Segments of WARC files, and other
+    compressed files, are never cut; their size is that on disk.
     """
     shards: list[tuple[Segment, ...]] = []
     shard: list[Segment] = []
@@ -98,6 +120,8 @@ def count_newlines(path: str | Path, start: int, stop: int) -> int:
 
 def _pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
     """Return parts of a segment with their bytes; the first fills `room`, the others `size`."""
+    if segment.first_page is not None and segment.stop is not None:
+        return [(segment, segment.stop - segment.start)]
     file_format: FileFormat = file_format_of(segment.path)
     if file_format == "plain":
         return _line_pieces(segment, size, room)

@@ -24,10 +24,14 @@ using Counts = std::vector<std::int64_t>;
 class Blend {
   public:
     // `limits` are the numbers of samples available in the data sets, or empty for no limits.
-    Blend(std::vector<double> weights, Counts limits, bool portable, std::int16_t* dataset_index,
-          std::int64_t* sample_index)
+    // `surplus`, or nothing for zeros, is what each data set has given beyond its share before these
+    // samples: multiples of 2^-20, so that sums with counts are exact, or infinity for a data set
+    // that gives none.
+    Blend(std::vector<double> weights, Counts limits, std::vector<double> surplus, bool portable,
+          std::int16_t* dataset_index, std::int64_t* sample_index)
         : weights_(std::move(weights)),
           limits_(std::move(limits)),
+          surplus_(std::move(surplus)),
           taken_(weights_.size(), 0),
           dataset_index_(dataset_index),
           sample_index_(sample_index),
@@ -75,12 +79,18 @@ class Blend {
         }
     }
 
-    // Returns the count as a double; infinity for an exhausted data set, so that it is not chosen.
+    // Returns the count with the surplus; infinity for an exhausted data set, so that it is not
+    // chosen.
     double real_count(std::size_t d, std::int64_t count) const {
-        return used_up(d) ? std::numeric_limits<double>::infinity() : static_cast<double>(count);
+        if (used_up(d)) return std::numeric_limits<double>::infinity();
+        return surplus_.empty() ? static_cast<double>(count)
+                                : surplus_[d] + static_cast<double>(count);
     }
 
-    bool used_up(std::size_t d) const { return !limits_.empty() && taken_[d] >= limits_[d]; }
+    bool used_up(std::size_t d) const {
+        return (!limits_.empty() && taken_[d] >= limits_[d]) ||
+               (!surplus_.empty() && std::isinf(surplus_[d]));
+    }
 
 #ifdef MEGACORE_HAS_AVX512
     static constexpr std::int64_t kMark = 512;
@@ -251,6 +261,7 @@ class Blend {
 
     const std::vector<double> weights_;
     const Counts limits_;
+    const std::vector<double> surplus_;
     Counts taken_;
     std::int16_t* const dataset_index_;
     std::int64_t* const sample_index_;

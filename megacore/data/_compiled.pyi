@@ -94,7 +94,10 @@ class _SentenceMap(Protocol[_Result]):
     ) -> _Result: ...
 
 def build_blend(
-    weights: npt.NDArray[np.float64], size: int, portable: bool = False
+    weights: npt.NDArray[np.float64],
+    size: int,
+    portable: bool = False,
+    surplus: Sequence[float] = (),
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
 def build_exhaustive_blend(
     sizes: npt.NDArray[np.int64], portable: bool = False

@@ -284,11 +284,11 @@ Array<T> build_sample_index(const Array<std::int32_t>& lengths,
     return rows;
 }
 
-py::tuple run_blend(std::vector<double> weights, megacore::Counts limits, std::int64_t size,
-                    bool portable) {
+py::tuple run_blend(std::vector<double> weights, megacore::Counts limits,
+                    std::vector<double> surplus, std::int64_t size, bool portable) {
     Array<std::int16_t> dataset_index(size);
     Array<std::int64_t> sample_index(size);
-    megacore::Blend blend(std::move(weights), std::move(limits), portable,
+    megacore::Blend blend(std::move(weights), std::move(limits), std::move(surplus), portable,
                           dataset_index.mutable_data(), sample_index.mutable_data());
     {
         py::gil_scoped_release release;
@@ -304,7 +304,8 @@ void check_datasets(const Array<T>& values) {
     require(values.size() <= kMaxDatasets, "a blend has at most 32767 data sets");
 }
 
-py::tuple build_blend(const Array<double>& weights, std::int64_t size, bool portable) {
+py::tuple build_blend(const Array<double>& weights, std::int64_t size, bool portable,
+                      std::vector<double> surplus) {
     check_datasets(weights);
     require(size >= 0, "the size of a blend must not be negative");
     std::vector<double> values(weights.data(), weights.data() + weights.size());
@@ -314,7 +315,17 @@ py::tuple build_blend(const Array<double>& weights, std::int64_t size, bool port
         sum += weight;
     }
     require(std::abs(sum - 1) < 1e-6, "weights must add up to 1");
-    return run_blend(std::move(values), {}, size, portable);
+    require(surplus.empty() || surplus.size() == values.size(),
+            "surplus must have a value for each data set");
+    const double places = static_cast<double>(1 << 20);
+    bool gives = surplus.empty();
+    for (const double value : surplus) {
+        require(std::isinf(value) || value * places == std::floor(value * places),
+                "surplus must be multiples of 2^-20");
+        gives = gives || !std::isinf(value);
+    }
+    require(gives, "at least one data set must give samples");
+    return run_blend(std::move(values), {}, std::move(surplus), size, portable);
 }
 
 py::tuple build_exhaustive_blend(const Array<std::int64_t>& sizes, bool portable) {
@@ -332,7 +343,7 @@ py::tuple build_exhaustive_blend(const Array<std::int64_t>& sizes, bool portable
         weights.push_back(total == 0 ? 0.0
                                      : static_cast<double>(size) / static_cast<double>(total));
     }
-    return run_blend(std::move(weights), std::move(limits), total, portable);
+    return run_blend(std::move(weights), std::move(limits), {}, total, portable);
 }
 
 // Checks the arguments and calls use(map) without the GIL.
@@ -423,7 +434,7 @@ void add_index_helpers(py::module_& module) {
                py::arg("max_length"), py::arg("short_probability"), py::arg("min_sentences"),
                py::arg("seed"));
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("size"),
-               py::arg("portable") = false);
+               py::arg("portable") = false, py::arg("surplus") = std::vector<double>{});
     module.def("build_exhaustive_blend", &build_exhaustive_blend, py::arg("sizes").noconvert(),
                py::arg("portable") = false);
 }

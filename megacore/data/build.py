@@ -11,7 +11,7 @@ from megacore.config.run import RunConfig
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import IndexDescription, member_directory, read_description
 from megacore.data.index_options import SentenceOptions
-from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset, MemberDataset
+from megacore.data.samples import BlendedDataset, Dataset, EmptyDataset, MemberDataset
 from megacore.errors import DataFormatError
 
 if TYPE_CHECKING:
@@ -157,16 +157,16 @@ class MemberOpener:
             return self.member(0, index_directory, split_name)
         numbers = self.description.blends.get(split_name, ())
         if not numbers:  # the split has no data sets
-            return self.joined(())
+            return self.empty()
         members = [
             self.member(number, member_directory(index_directory, number), split_name)
             for number in numbers
         ]
-        return BlendedDataset(members, index_directory, split_name)
+        return BlendedDataset(members, index_directory, split_name, numbers)
 
-    def joined(self, members: Sequence[MemberDataset]) -> Dataset:
-        """Return the concatenation of data sets."""
-        return ConcatDataset(members, self.config.data.seq_length, self.width)
+    def empty(self) -> Dataset:
+        """Return the data set of a split without members."""
+        return EmptyDataset(self.config.data.seq_length, self.width)
 
     def member(self, number: int, directory: str | Path, split_name: str) -> MemberDataset:
         """Open a split of one pair of token files with the maps in `directory`.

@@ -69,6 +69,7 @@ class FimDataset:
         """
         self.seq_length = dataset.seq_length
         self.width = dataset.width
+        self.sources, self.source_places = dataset.sources, dataset.source_places
         self._dataset, self._tokenizer, self._fim = dataset, tokenizer, fim
         self._seed, self._capacity = seed, capacity
         self._prefix, self._middle, self._suffix = _special_ids(tokenizer, fim)

@@ -11,7 +11,8 @@ For samples of whole sentences, `{train,valid,test}_sentence_index.npy` replaces
 drop_last_partial, and for samples of sentences `sentences` (kind, minimum_sentences,
 short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in each
 of its splits; `blends`, for each split the numbers of its members in the order in which the dataset
-index numbers them; `samples` per split, and for samples of whole documents `padding`, its share of
+index numbers them; `steps`, the later weights of the train split with their first sample, if there
+are any; `samples` per split, and for samples of whole documents `padding`, its share of
 their tokens. Maps are checked when they are read.
 """
 
@@ -25,7 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
-from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, SentenceOptions
+from megacore.data.index_options import (
+    SPLIT_NAMES,
+    IndexOptions,
+    Mixture,
+    SentenceOptions,
+    WeightStep,
+)
 from megacore.errors import ConfigError, DataFormatError
 
 _MAP_DTYPES = ("<i4", "<u4", "<i8")
@@ -67,6 +74,8 @@ class IndexDescription:
     """Number of samples of each split."""
     single: bool
     """True if there is one data set, with its maps directly in the directory and no blend."""
+    steps: tuple[WeightStep, ...] = ()
+    """Later weights of the train split."""
     padding: Mapping[str, float] = field(default_factory=dict)
     """Share of padding in the tokens of each split's samples, 0 … 1; empty for samples without
     padding and for maps of an older version."""
@@ -112,6 +121,7 @@ def write_description(
     """Write `index.json`. Raises WorkspaceError."""
     numbers = {prefix: number for number, prefix in enumerate(mixture.prefixes)}
     weights: list[dict[str, float | None]] = [{} for _ in numbers]
+    steps = mixture.steps_before(samples.get(SPLIT_NAMES[0], 0))
     for name in SPLIT_NAMES:
         for member in mixture.of(name):
             weights[numbers[member.prefix]][name] = member.weight
@@ -132,6 +142,7 @@ def write_description(
             for name in SPLIT_NAMES
             if mixture.of(name)
         },
+        **({"steps": [asdict(step) for step in steps]} if steps else {}),
         "samples": dict(samples),
         **({"padding": dict(padding)} if padding else {}),
     }
@@ -156,9 +167,13 @@ def read_description(directory: str | Path) -> IndexDescription:
         blends = {name: tuple(map(int, numbers)) for name, numbers in content["blends"].items()}
         samples = {name: int(count) for name, count in content["samples"].items()}
         padding = {name: float(share) for name, share in content.get("padding", {}).items()}
+        steps = tuple(
+            WeightStep(int(step["samples"]), tuple(map(float, step["weights"])))
+            for step in content.get("steps", ())
+        )
         options = _options(content)
         description = IndexDescription(
-            options, members, blends, samples, bool(content["single"]), padding
+            options, members, blends, samples, bool(content["single"]), steps, padding
         )
         _check(description)
     except FileNotFoundError as error:

@@ -20,6 +20,7 @@ over; here that entry counts as a sample.
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
 from megacore.data.best_fit import build_best_fit
+from megacore.data.blend import write_blend
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
@@ -59,7 +61,6 @@ from megacore.data.index_plans import (
     padding_share,
     plan_epochs,
     plan_splits,
-    write_blend,
 )
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -177,7 +178,7 @@ def build_split(
     than the computation of the entries, so a second thread makes half of these accesses.
     """
     if packing == "best_fit":
-        return build_best_fit(lengths, first, last, plan.epochs, seq_length, seed, extra)
+        return build_best_fit(lengths, first, last, plan.all_epochs, seq_length, seed, extra)
     random_state = helpers.RandomState(seed)
     sequences, middle = last - first, (first + last) // 2
     epochs = np.empty((plan.epochs, sequences), np.int32)
@@ -203,6 +204,77 @@ def build_split(
             rows = pack_sample_index(lengths, document_index, seq_length, packing, extra)
             order, before_final = _in_order(len(rows) - 1), len(rows) - 1
     _shuffle_apart(order, before_final, random_state)
+    maps = IndexMaps(document_index, rows, order)
+    if not plan.further_epochs:
+        return maps
+    return _extend(
+        maps,
+        lengths,
+        first,
+        last,
+        plan,
+        seq_length,
+        seed,
+        extra=extra,
+        packing=packing,
+        style=style,
+    )
+
+
+def _extend(
+    maps: IndexMaps,
+    lengths: npt.NDArray[np.int32],
+    first: int,
+    last: int,
+    plan: EpochPlan,
+    seq_length: int,
+    seed: int,
+    *,
+    extra: int,
+    packing: Packing,
+    style: IndexStyle,
+) -> IndexMaps:
+    """Return `maps` with the plan's further epochs after them.
+
+    The random state of each further epoch has a seed of its own. It shuffles first the sequences of
+    the epoch and then its samples, so that more epochs only append.
+    """
+    states = [
+        helpers.RandomState((seed + plan.epochs + number) % 2**32)
+        for number in range(plan.further_epochs)
+    ]
+    epochs = np.empty((len(states), last - first), np.int32)
+    _number(epochs, first)
+    for state, sequences in zip(states, epochs, strict=True):
+        state.shuffle(sequences)
+    document_index = np.concatenate([maps.document_index, epochs.reshape(-1)])
+    if packing == "packed":
+        tokens = int(lengths[first:last].sum(dtype=np.int64))
+        ends = [
+            (tokens * (plan.epochs + number) - extra) // seq_length
+            for number in range(1, len(states) + 1)
+        ]
+        total = replace(plan, samples=ends[-1])
+        build = _BUILDERS[_sample_type(document_index.size, total, style)]
+        rows = build(lengths, document_index, seq_length, ends[-1], extra, False)
+    else:
+        parts, position = [maps.sample_index], len(maps.document_index)
+        for sequences in epochs:
+            part = pack_sample_index(lengths, sequences, seq_length, packing, extra)
+            # The first row of a part is where the part before it ends.
+            parts[-1] = parts[-1][:-1]
+            parts.append(part + np.array([position, 0], np.int64))
+            position += len(sequences)
+        wide = len(document_index) > INT32_MAX
+        rows = np.concatenate(parts).astype(np.int64 if wide else np.int32)
+        ends = (np.cumsum([len(part) for part in parts[1:-1]] + [len(parts[-1]) - 1])).tolist()
+        ends = [len(parts[0]) + end for end in ends]
+    order = _in_order(len(rows) - 1)
+    order[: len(maps.shuffle_index)] = maps.shuffle_index
+    start = len(maps.shuffle_index)
+    for state, end in zip(states, ends, strict=True):
+        state.shuffle(order[start:end])
+        start = end
     return IndexMaps(document_index, rows, order)
 
 
@@ -263,10 +335,15 @@ def _open(mixture: Mixture) -> dict[str, IndexedDataset]:
 
 
 def _plan_values(plan: SplitPlan, mixture: Mixture) -> dict[str, Any]:
-    members = [
-        {"epochs": member.epochs.epochs, "separate_final_epoch": member.epochs.separate_final_epoch}
-        for member in plan.members
-    ]
+    members = []
+    for member in plan.members:
+        epochs = member.epochs
+        values = {
+            "epochs": epochs.epochs,
+            "separate_final_epoch": epochs.separate_final_epoch,
+        }
+        further = {"further_epochs": epochs.further_epochs} if epochs.further_epochs else {}
+        members.append(values | further)
     return members[0] if mixture.is_single else {"size": plan.division.size, "members": members}
 
 
@@ -295,10 +372,10 @@ def _build_member(
         "sequences": member.last - member.first,
         "tokens": member.tokens,
         "samples": len(maps.shuffle_index),
-        "epochs": plan.epochs,
+        "epochs": plan.all_epochs,
         "separate_final_epoch": plan.separate_final_epoch,
     }
     if options.packing != "packed":
         part = lengths[member.first : member.last]
-        counts["padding"] = padding_share(part, maps, plan.epochs, options)
+        counts["padding"] = padding_share(part, maps, plan.all_epochs, options)
     return counts

@@ -196,6 +196,18 @@ class Member:
     """Path of the pair of token files without .bin/.idx."""
     weight: float | None = None
     """Share of the samples; None (for all members of a split) to use each of their samples once."""
+    max_epochs: float | None = None
+    """Epochs of the member in the train split above which a plan is refused; None for no limit."""
+
+
+@dataclass(frozen=True)
+class WeightStep:
+    """Change of the weights of the train split."""
+
+    samples: int
+    """Sample of the blend from which the weights apply, more than 0."""
+    weights: tuple[float, ...]
+    """Weight of each member in the order of the blend; 0 to draw nothing from it."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +226,8 @@ class Mixture:
     whole: bool
     """True if each split has separate members, used completely; False if all splits have the same
     members, divided by the split weights."""
+    steps: tuple[WeightStep, ...] = ()
+    """Later weights of the train split, in ascending order of their samples."""
 
     def __post_init__(self) -> None:
         if not self.whole and not self.train == self.valid == self.test:
@@ -223,7 +237,9 @@ class Mixture:
         if not any(self.of(name) for name in SPLIT_NAMES):
             raise ConfigError("no split has a data set: name at least one")
         for name in SPLIT_NAMES:
-            _check_members(self.of(name), name if self.whole else "data")
+            later = self.steps if name == "train" or not self.whole else ()
+            _check_members(self.of(name), name if self.whole else "data", later)
+        _check_steps(self.steps, len(self.train))
 
     @classmethod
     def single(cls, prefix: str) -> Self:
@@ -231,21 +247,30 @@ class Mixture:
         return cls.blend((Member(prefix),))
 
     @classmethod
-    def blend(cls, members: Sequence[Member]) -> Self:
+    def blend(cls, members: Sequence[Member], steps: Sequence[WeightStep] = ()) -> Self:
         """Return a mixture of several data sets, each divided by the split weights."""
-        return cls(tuple(members), tuple(members), tuple(members), whole=False)
+        return cls(tuple(members), tuple(members), tuple(members), whole=False, steps=tuple(steps))
 
     @classmethod
     def per_split(
-        cls, train: Sequence[Member], valid: Sequence[Member], test: Sequence[Member]
+        cls,
+        train: Sequence[Member],
+        valid: Sequence[Member],
+        test: Sequence[Member],
+        *,
+        steps: Sequence[WeightStep] = (),
     ) -> Self:
         """Return a mixture of data sets that belong to one split each; a split may have none."""
-        return cls(tuple(train), tuple(valid), tuple(test), whole=True)
+        return cls(tuple(train), tuple(valid), tuple(test), whole=True, steps=tuple(steps))
 
     def of(self, split_name: str) -> tuple[Member, ...]:
         """Return the members of a split, in the order in which its blend numbers them."""
         members: tuple[Member, ...] = getattr(self, split_name)
         return members
+
+    def steps_before(self, samples: int) -> tuple[WeightStep, ...]:
+        """Return the steps that begin within the first `samples` samples of the train split."""
+        return tuple(step for step in self.steps if step.samples < samples)
 
     @property
     def is_single(self) -> bool:
@@ -260,19 +285,26 @@ class Mixture:
         )
 
 
-def _check_members(members: Sequence[Member], where: str) -> None:
+def _check_members(members: Sequence[Member], where: str, steps: Sequence[WeightStep]) -> None:
     weights = [member.weight for member in members if member.weight is not None]
     if 0 < len(weights) < len(members):
         first = next(member.prefix for member in members if member.weight is None)
         raise ConfigError(
             f"the {where} blend gives {first} no weight but others one: weight all of them or none"
         )
-    for member in members:
-        if member.weight is not None and not 0 < member.weight < math.inf:
+    for number, member in enumerate(members):
+        later = any(any(step.weights[number : number + 1]) for step in steps)
+        if member.weight is not None and not (
+            0 < member.weight < math.inf or (member.weight == 0 and later)
+        ):
             raise ConfigError(
                 f"the {where} blend gives {member.prefix} the weight {member.weight}: weights are "
                 "positive numbers; leave out what should not be drawn from"
             )
+    if weights and not sum(weights):
+        raise ConfigError(
+            f"the {where} blend gives all members the weight 0: give one of them a positive weight"
+        )
     if len(members) > MAX_MEMBERS:
         raise ConfigError(
             f"the {where} blend has {len(members)} data sets; {MAX_MEMBERS} can be numbered: merge "
@@ -286,6 +318,23 @@ def _check_members(members: Sequence[Member], where: str) -> None:
             f"the {where} blend names {prefix} {times} times: name it once, with the sum of the "
             "weights"
         )
+
+
+def _check_steps(steps: Sequence[WeightStep], members: int) -> None:
+    previous = 0
+    for step in steps:
+        if step.samples <= previous:
+            raise ConfigError(
+                f"the weights change at sample {step.samples} after sample {previous}: give the "
+                "changes in ascending order, the first after sample 0"
+            )
+        finite = all(0 <= weight < math.inf for weight in step.weights)
+        if len(step.weights) != members or not finite or not sum(step.weights):
+            raise ConfigError(
+                f"the weights from sample {step.samples} on are {list(step.weights)} for {members} "
+                "data sets: give each a number from 0 on, not all of them 0"
+            )
+        previous = step.samples
 
 
 def parse_members(values: Sequence[str], option: str) -> tuple[Member, ...]:

@@ -1,27 +1,19 @@
-"""Plans of the index maps: samples and epochs of each data set, whole documents, and blends.
+"""Plans of the index maps: samples and epochs of each data set, and samples of whole documents."""
 
-Blends equal those of Megatron core (https://github.com/NVIDIA/Megatron-LM, core/datasets) bit for
-bit: sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d in double
-precision; if several are equal, from the first.
-"""
-
-import math
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.data import _compiled
-from megacore.data.index_directory import BLEND_MAP_NAMES, IndexMaps, map_path, save_array
+from megacore.data.blend import Division, check_epochs, divide
+from megacore.data.index_directory import IndexMaps
 from megacore.data.index_options import (
     SPLIT_NAMES,
     IndexOptions,
-    IndexStyle,
     Mixture,
     Packing,
     split_ranges,
@@ -33,12 +25,9 @@ EXTRA_TOKENS = 1
 """Number of tokens of a sample beyond seq_length: the last label."""
 _FINAL_EPOCH_USE = 0.8
 """Used fraction of the final epoch below which it is shuffled separately."""
-SURPLUS = 0.005
-"""Fraction of extra samples of a member, because a blend does not draw exactly by the weights."""
 INT32_MAX = 2**31 - 1
 _OTHER_SPLITS = ("90,5,5", "80,10,10", "60,20,20")
 """Weights to propose when a split is too small for one sample."""
-_SUMMED = ("documents", "sequences", "tokens")
 
 
 @dataclass(frozen=True)
@@ -55,6 +44,14 @@ class EpochPlan:
     """Number of samples shuffled together: those before a separate final epoch, else all."""
     partial_sample: bool = False
     """True if the last sample is shorter than the others."""
+    further_epochs: int = 0
+    """Number of epochs after those, which only later weights of a blend need. Each is shuffled
+    separately, so that the samples before are the same without it."""
+
+    @property
+    def all_epochs(self) -> int:
+        """Number of all epochs."""
+        return self.epochs + self.further_epochs
 
 
 NO_EPOCH = EpochPlan(0, False, 0, 0)
@@ -74,18 +71,6 @@ class MemberPlan:
     tokens: int
     """Number of tokens in one epoch."""
     epochs: EpochPlan
-
-
-@dataclass(frozen=True)
-class Division:
-    """Division of the requested samples of a split among its members."""
-
-    asked: tuple[int | None, ...]
-    """Requested number of samples of each member; None for one epoch."""
-    weights: tuple[float, ...] | None
-    """Shares of the members, which add up to 1; None for shares proportional to their sizes."""
-    size: int | None
-    """Number of samples of the blend; None to use every sample of every member once."""
 
 
 @dataclass(frozen=True)
@@ -125,21 +110,6 @@ def check_agreement(mixture: Mixture, options: IndexOptions) -> None:
         raise ConfigError("data.split is missing: say how the data is divided, as in 949,50,1")
 
 
-def divide(mixture: Mixture, style: IndexStyle, name: str, requested: int | None) -> Division:
-    """Divide the requested samples of a split among its members."""
-    members = mixture.of(name)
-    member_weights = [member.weight for member in members if member.weight is not None]
-    # Megatron core does not blend the only data set of a split; GPT-NeoX does if it has a weight.
-    unblended = mixture.whole and len(members) == 1 and not (style == "neox" and member_weights)
-    if mixture.is_single or unblended:  # whole epochs, without a blend
-        return Division((requested,) * len(members), None, None)
-    if requested is None or not member_weights:
-        return Division((None,) * len(members), None, requested)
-    weights = tuple(shares(member_weights, style))
-    sizes, size = member_sizes(weights, requested, style)
-    return Division(tuple(sizes), weights, size)
-
-
 def check_requested(mixture: Mixture, name: str, requested: int | None) -> bool:
     """Return True if a split has members.
 
@@ -165,14 +135,33 @@ def _plan_split(
     requested: int | None,
 ) -> SplitPlan:
     division = divide(mixture, options.style, name, requested)
-    plans = []
-    for member, count in zip(mixture.of(name), division.asked, strict=True):
+    members, plans = mixture.of(name), []
+    for place, (member, count) in enumerate(zip(members, division.asked, strict=True)):
         number = mixture.prefixes.index(member.prefix)
-        none_needed = requested == 0
+        least = 0 if division.least is None else division.least[place]
         plans.append(
-            _plan_member(datasets[member.prefix], number, options, name, count, none_needed)
+            _plan_member(
+                datasets[member.prefix],
+                number,
+                options,
+                name,
+                count,
+                least=least,
+                none_needed=requested == 0,
+            )
+        )
+    if name == "train":
+        check_epochs(
+            members, division, requested, (_epoch_samples(plan, options) for plan in plans)
         )
     return SplitPlan(name, tuple(plans), division)
+
+
+def _epoch_samples(plan: MemberPlan, options: IndexOptions) -> float:
+    """Return the number of samples of one epoch; of tokens, not rounded to whole samples."""
+    if options.packing == "packed":
+        return plan.tokens / options.seq_length
+    return plan.epochs.samples / plan.epochs.epochs
 
 
 def _plan_member(
@@ -181,6 +170,8 @@ def _plan_member(
     options: IndexOptions,
     name: str,
     requested: int | None,
+    *,
+    least: int,
     none_needed: bool,
 ) -> MemberPlan:
     if len(dataset) > INT32_MAX:
@@ -193,11 +184,30 @@ def _plan_member(
     tokens = dataset.count_tokens(first, last)
     if tokens >= (1 if none_needed else _least_tokens(options, name)):
         epochs = _plan_epochs(dataset, first, last, options, name, requested)
+        if least > epochs.samples:
+            further = _further_epochs(dataset, first, last, options, epochs, least)
+            epochs = replace(epochs, further_epochs=further)
     elif none_needed:
         epochs = NO_EPOCH
     else:
         raise DataFormatError(_too_small(dataset, options, name, last - first, tokens, requested))
     return MemberPlan(number, first, last, tokens, epochs)
+
+
+def _further_epochs(
+    dataset: IndexedDataset,
+    first: int,
+    last: int,
+    options: IndexOptions,
+    plan: EpochPlan,
+    samples: int,
+) -> int:
+    """Return the least number of epochs after those of `plan` that yields `samples` in total."""
+    if options.packing == "packed":
+        tokens = dataset.count_tokens(first, last)
+        return -(-(samples * options.seq_length + options.extra) // tokens) - plan.epochs
+    one = _plan_epochs(dataset, first, last, options, SPLIT_NAMES[0], None).samples
+    return -(-(samples - plan.samples) // one)
 
 
 def _least_tokens(options: IndexOptions, name: str) -> int:
@@ -280,50 +290,6 @@ def _better_split(dataset: IndexedDataset, options: IndexOptions) -> str:
         "no data.split gives each split a sample: cut the text into more documents "
         "(document_characters of a source of kind text), lower data.seq_length, or use more text"
     )
-
-
-def write_blend(
-    directory: str | Path,
-    mixture: Mixture,
-    split_name: str,
-    division: Division,
-    members: Sequence[dict[str, Any]],
-) -> dict[str, Any]:
-    """Write the blend of a split's members and return its counts.
-
-    `members` are the counts of each member, in the order in which the blend numbers them. Raises
-    DataFormatError if a member has too few samples, WorkspaceError.
-    """
-    sizes = [member["samples"] for member in members]
-    if division.size is None:
-        dataset_index, sample_index = build_exhaustive_blend(sizes)
-    elif division.weights is None and division.size > sum(sizes):
-        raise DataFormatError(
-            f"{division.size} samples are requested from the {split_name} split, but one pass over "
-            f"its data sets has {sum(sizes)}: give them weights, so that they are repeated as "
-            "often as needed, or ask for fewer"
-        )
-    else:
-        dataset_index, sample_index = build_blend(division.weights or sizes, division.size)
-    drawn = np.bincount(dataset_index, minlength=len(members)).tolist()
-    for member, count, size in zip(mixture.of(split_name), drawn, sizes, strict=True):
-        if count > size:
-            raise DataFormatError(
-                f"the {split_name} blend draws {count} samples from {member.prefix}, which has "
-                f"{size}: ask for fewer"
-            )
-    dataset_name, sample_name = BLEND_MAP_NAMES
-    save_array(map_path(directory, split_name, dataset_name), dataset_index)
-    save_array(map_path(directory, split_name, sample_name), sample_index)
-    entries = [
-        {"prefix": os.path.basename(member.prefix), **entry, "drawn": count}
-        for member, entry, count in zip(mixture.of(split_name), members, drawn, strict=True)
-    ]
-    sums = {name: sum(entry[name] for entry in entries) for name in _SUMMED if name in entries[0]}
-    if members and "padding" in members[0]:
-        padding = sum(entry["padding"] * entry["drawn"] for entry in entries)
-        sums["padding"] = round(padding / max(1, len(dataset_index)), 6)
-    return {**sums, "samples": len(dataset_index), "members": entries}
 
 
 def plan_epochs(
@@ -462,54 +428,3 @@ def padding_share(
         case _:
             read = epochs * int(np.minimum(lengths, room).sum(dtype=np.int64))
     return round(1 - read / (samples * room), 6)
-
-
-def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Normalize weights so that they add up to 1.
-
-    The sum is NumPy's, or with "neox" Python's as in GPT-NeoX (the last bits differ).
-    """
-    if style == "neox":
-        total = sum(weights)
-        return [weight / total for weight in weights]
-    values = np.asarray(weights, np.float64)
-    normalised: list[float] = (values / values.sum()).tolist()
-    return normalised
-
-
-def member_sizes(
-    weights: Sequence[float], samples: int, style: IndexStyle
-) -> tuple[list[int], int]:
-    """Return the number of samples to request of each member, and the size of the blend.
-
-    The weights add up to 1; `samples` is the requested size of the blend.
-
-    Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends
-    more than it uses; here the first `samples` of these are used.
-    """
-    if style == "neox":
-        return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights], samples
-    drawn = [math.ceil(samples * weight) for weight in weights]
-    return [math.ceil(count * (1 + SURPLUS)) for count in drawn], sum(drawn)
-
-
-def build_blend(
-    weights: Sequence[float], size: int
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """Return (dataset index, dataset sample index) of `size` samples.
-
-    The weights are normalized even if they already add up to 1, because Megatron core does so.
-    """
-    if size == 0:
-        return np.empty(0, np.int16), np.empty(0, np.int64)
-    return _compiled.build_blend(np.asarray(shares(weights)), size)
-
-
-def build_exhaustive_blend(
-    sizes: Sequence[int],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """Return (dataset index, dataset sample index) of every sample of every data set once.
-
-    Samples are drawn in proportion to the sizes of the data sets.
-    """
-    return _compiled.build_exhaustive_blend(np.asarray(sizes, np.int64))

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.config.run import RunConfig
+from megacore.data.blend import build_exhaustive_blend
 from megacore.data.build import MemberOpener, describe, open_split
 from megacore.data.index_directory import (
+    BLEND_MAP_NAMES,
     SENTENCE_MAP_NAME,
     IndexDescription,
     map_path,
@@ -21,7 +23,7 @@ from megacore.data.index_directory import (
 from megacore.data.index_maps import build_split
 from megacore.data.index_options import SPLIT_NAMES, Member, Mixture, split_ranges
 from megacore.data.index_plans import MemberPlan, plan_splits
-from megacore.data.samples import Dataset
+from megacore.data.samples import BlendedDataset, Dataset
 from megacore.data.sentence_maps import SentencePart, build_sentence_map, document_range
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -41,7 +43,8 @@ def one_epoch(
 ) -> Dataset:
     """Return a data set with each sample of each member of a split exactly once.
 
-    The members are concatenated, without weights.
+    Samples of several members are mixed by the numbers of their samples, without weights, so that
+    the first samples are of all members.
 
     Args:
         token_prefixes: token files without .bin/.idx, in the order of the index directory's
@@ -61,14 +64,23 @@ def one_epoch(
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
     description = opener.description
     with workspace_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as directory:
+        numbers = description.blends.get(split_name, ())
         members = []
-        for number in description.blends.get(split_name, ()):
+        for number in numbers:
             folder = Path(directory, str(number))
             folder.mkdir()
             _build(token_prefixes[number], folder, split_name, description)
             # Open memory maps stay valid after the folder is deleted.
             members.append(opener.member(number, folder, split_name))
-        return members[0] if len(members) == 1 else opener.joined(members)
+        if not members:
+            return opener.empty()
+        if len(members) == 1:
+            return members[0]
+        dataset_index, sample_index = build_exhaustive_blend([len(member) for member in members])
+        dataset_name, sample_name = BLEND_MAP_NAMES
+        save_array(map_path(directory, split_name, dataset_name), dataset_index)
+        save_array(map_path(directory, split_name, sample_name), sample_index)
+        return BlendedDataset(members, directory, split_name, numbers)
 
 
 def train_tokens(
@@ -148,7 +160,7 @@ def _plan(tokens: IndexedDataset, split_name: str, description: IndexDescription
     mixture = Mixture.blend(members)
     if description.options.split is None:
         mixture = Mixture.per_split(
-            **{name: members if name == split_name else () for name in SPLIT_NAMES}
+            *(members if name == split_name else () for name in SPLIT_NAMES)
         )
     samples = [None if name == split_name else 0 for name in SPLIT_NAMES]
     return plan_splits({tokens.prefix: tokens}, mixture, description.options, samples)[

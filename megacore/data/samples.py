@@ -1,11 +1,10 @@
-"""Data sets of samples: one pair of token files read through a map, blends, and concatenations.
+"""Data sets of samples: one pair of token files read through a map, and blends.
 
 Compiled code reads the samples into arrays.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +40,15 @@ class Dataset(Protocol):
     """Number of tokens of a sample, s."""
     width: int
     """Number of ids of a row."""
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of its sources among those of the run."""
+        ...
+
+    def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Return the place in `sources` of the source of each sample [b]. Raises IndexError."""
+        ...
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -104,6 +112,7 @@ class MappedDataset(ABC):
     """Base class of data sets that read the samples of one split through a map."""
 
     _sampler: Sampler
+    sources: tuple[int, ...] = (0,)
 
     def __init__(self, prefix: str | Path, path: Path, *, seq_length: int, width: int) -> None:
         """Open the tokens.
@@ -122,6 +131,10 @@ class MappedDataset(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
+
+    def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Return 0 for each sample: there is one source."""
+        return np.zeros(len(indices), np.int64)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return sample `index` in shuffled order, shape [width]. Raises IndexError."""
@@ -155,12 +168,18 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, members: Sequence[MemberDataset], index_directory: str | Path, split_name: str
+        self,
+        members: Sequence[MemberDataset],
+        index_directory: str | Path,
+        split_name: str,
+        sources: Sequence[int] = (),
     ) -> None:
         """Open the split's blend in `index_directory`.
 
         `members` are in the order in which the blend numbers them; there is at least one.
+        `sources` are their numbers among the run's sources, by default 0, 1, …
         """
+        self.sources = tuple(sources or range(len(members)))
         self.seq_length = members[0].seq_length
         self.width = members[0].width
         self._members = list(members)
@@ -183,6 +202,11 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._dataset_index)
 
+    def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Return the number of each sample's member. Raises IndexError."""
+        positions = check_indices(indices, len(self), self._paths[0])
+        return self._dataset_index[positions].astype(np.int64)
+
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
         """Read samples into a batch [b, width]; into `out` if it is not None.
 
@@ -201,31 +225,26 @@ class BlendedDataset:
         return out
 
 
-class ConcatDataset:
-    """Concatenation of data sets; it is empty without members."""
+class EmptyDataset:
+    """Split without a data set."""
 
-    def __init__(self, members: Sequence[MemberDataset], seq_length: int, width: int) -> None:
-        """Concatenate `members` in order."""
+    sources: tuple[int, ...] = ()
+
+    def __init__(self, seq_length: int, width: int) -> None:
         self.seq_length = seq_length
         self.width = width
-        self._members = list(members)
-        self._starts = np.fromiter(
-            accumulate(map(len, members), initial=0), np.int64, len(members) + 1
-        )
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return 0
+
+    def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Return no places. Raises IndexError for any index."""
+        return check_indices(indices, 0, "this split")
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Read samples into a batch [b, width]; into `out` if it is not None.
-
-        Raises IndexError, DataFormatError.
-        """
-        positions = check_indices(indices, len(self), "this split")
-        out = empty_batch(len(positions), self.width) if out is None else out
-        numbers = np.searchsorted(self._starts, positions, side="right") - 1
-        gather_members(self._members, numbers, positions - self._starts[numbers], out)
-        return out
+        """Return an empty batch [0, width]. Raises IndexError for any index."""
+        check_indices(indices, 0, "this split")
+        return empty_batch(0, self.width) if out is None else out
 
 
 def check_indices(indices: Indices, limit: int, owner: str | Path) -> npt.NDArray[np.int64]:

@@ -6,8 +6,8 @@ the last, target length in tokens. The token files contain a sequence per senten
 (`PREFIX_text_sentence`), and splits are ranges of documents.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
+from megacore.data.blend import Division, check_epochs, divide, write_blend
 from megacore.data.index_directory import (
     SENTENCE_MAP_NAME,
     check_form,
@@ -32,13 +33,7 @@ from megacore.data.index_options import (
     SentenceOptions,
     split_ranges,
 )
-from megacore.data.index_plans import (
-    Division,
-    check_agreement,
-    check_requested,
-    divide,
-    write_blend,
-)
+from megacore.data.index_plans import check_agreement, check_requested
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -60,6 +55,9 @@ class SentencePart:
     requested: int | None
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
+    least: int = 0
+    """Number of samples that later weights of a blend need. Single epochs, each drawn and shuffled
+    with a seed of its own, follow until they are there."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,24 @@ def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray
     build = helpers.build_sentence_map_uint64 if wide else helpers.build_sentence_map_uint32
     samples = build(*_arguments(part, options))
     _check_count(part, options, len(samples))
-    return samples
+    if part.least <= len(samples):
+        return samples
+    further = [build(*each) for each in _further_epochs(part, options, len(samples))]
+    return np.concatenate([samples, *further])
+
+
+def _further_epochs(
+    part: SentencePart, options: IndexOptions, samples: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of the maps of further epochs, until `part.least` samples are there."""
+    one, seed = replace(part, requested=None, least=0), options.seed
+    while samples < part.least:
+        seed = (seed + 1) % 2**32
+        arguments = _arguments(one, replace(options, seed=seed))
+        yield arguments
+        count = helpers.count_sentence_map(*arguments)[1]
+        _check_count(one, options, count)
+        samples += count
 
 
 def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
@@ -97,6 +112,9 @@ def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
     """
     epochs, samples = helpers.count_sentence_map(*_arguments(part, options))
     _check_count(part, options, samples)
+    for arguments in _further_epochs(part, options, samples):
+        epochs += 1
+        samples += helpers.count_sentence_map(*arguments)[1]
     return epochs, samples
 
 
@@ -208,12 +226,21 @@ def _plan_splits(
             continue
         division = divide(mixture, options.style, name, requested)
         parts = {}
-        for member, member_samples in zip(mixture.of(name), division.asked, strict=True):
+        least = division.least or (0,) * len(division.asked)
+        for member, member_samples, later in zip(
+            mixture.of(name), division.asked, least, strict=True
+        ):
             dataset = datasets[member.prefix]
             first, last = document_range(dataset, options, name)
             parts[member.prefix] = SentencePart(
-                dataset, first, last, 0 if requested == 0 else member_samples
+                dataset, first, last, 0 if requested == 0 else member_samples, later
             )
+        if name == "train":
+            sizes = (
+                count_samples(replace(part, requested=None, least=0), options)[1]
+                for part in parts.values()
+            )
+            check_epochs(mixture.of(name), division, requested, sizes)
         splits[name] = _Split(parts, division)
     return splits
 

@@ -1,122 +1,24 @@
 """Gradient summation over data-parallel ranks during the backward pass (Li et al. 2020).
 
-Flat buffers combine several parameters, and collectives work in place on them. A distributed
-optimizer splits the all-reduce into a reduce-scatter and an all-gather.
+Flat buffers combine several parameters, and collectives work in place on them. If the replicas
+divide the optimizer state, a reduce-scatter replaces the all-reduce; if they also divide the
+gradients, buffers exist only until they are reduced.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.config.parallel import ParallelConfig
+from megacore.data_parallel.sharding import BucketLayout, Sharding, plan_buckets
 from megacore.kernels.weight_gradient import WeightGradient, reference
 from megacore.parallel.collectives import Pending, start_all_reduce
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-
-ALIGNMENT = 16
-"""Alignment of parameters and shards in elements: 64 bytes of fp32, a multiple of the vector width
-of torch's fused AdamW, so that a parameter is updated with the same bits as a whole or in
-pieces."""
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Contiguous elements of one parameter within a flat buffer."""
-
-    name: str
-    """Global name of the parameter."""
-    start: int
-    """First element, counted within the flattened parameter."""
-    offset: int
-    """First element, counted within the buffer."""
-    length: int
-    """Number of elements."""
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return the piece of a flat buffer, as a view."""
-        return flat[self.offset : self.offset + self.length]
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """Parameters that share a flat buffer."""
-
-    sizes: Mapping[str, int]
-    """Number of elements of each parameter, in the order of the buffer."""
-    shards: int = 1
-    """Number of equal parts that the buffer can be divided into."""
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Complete parameters; the padding between them stays zero."""
-        pieces, offset = [], 0
-        for name, size in self.sizes.items():
-            pieces.append(Piece(name, 0, offset, size))
-            offset = _rounded_up(offset + size, ALIGNMENT)
-        return tuple(pieces)
-
-    @property
-    def length(self) -> int:
-        """Number of elements of the buffer."""
-        last = self.pieces[-1]
-        return _rounded_up(last.offset + last.length, ALIGNMENT * self.shards)
-
-    def within(self, shard: range) -> Iterator[Piece]:
-        """Yield the pieces in a part of the buffer, with offsets relative to the part's start."""
-        for piece in self.pieces:
-            first = max(piece.offset, shard.start)
-            last = min(piece.offset + piece.length, shard.stop)
-            if first < last:
-                yield Piece(piece.name, first - piece.offset, first - shard.start, last - first)
-
-    def runs(self, shard: range, names: Collection[str]) -> Iterator[slice]:
-        """Yield the fewest slices of the buffer's part that cover exactly the given parameters."""
-        start = stop = 0
-        for piece in self.within(shard):
-            if piece.name not in names:
-                continue
-            if piece.offset != _rounded_up(stop, ALIGNMENT):
-                if stop > start:
-                    yield slice(start, stop)
-                start = piece.offset
-            stop = piece.offset + piece.length
-        if stop > start:
-            yield slice(start, stop)
-
-
-def plan_buckets(sizes: Mapping[str, int], bucket_mb: float) -> list[dict[str, int]]:
-    """Divide parameters, in reverse order, into buckets of at most `bucket_mb` MiB of fp32.
-
-    Args:
-        sizes: number of elements of each parameter, by name, in the model's order.
-        bucket_mb: limit of a bucket, without padding; a larger parameter gets a separate bucket.
-    """
-    limit = bucket_mb * _MIB / 4
-    buckets: list[dict[str, int]] = []
-    filled = 0
-    for name, size in reversed(list(sizes.items())):
-        if not buckets or filled + size > limit:
-            buckets.append({})
-            filled = 0
-        buckets[-1][name] = size
-        filled += size
-    return buckets
-
-
-def _rounded_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def shard_of(length: int, group: ParallelGroup) -> range:
-    """Return the part of a flat buffer that belongs to this rank of the group."""
-    part = length // group.size
-    return range(group.rank * part, (group.rank + 1) * part)
 
 
 def start_reduce_scatter_(buffer: Tensor, group: ParallelGroup) -> Pending:
@@ -179,35 +81,43 @@ class Bucket:
 
     layout: BucketLayout
     """Layout of the parameters in the buffer."""
-    buffer: Tensor
-    """Flat fp32 buffer of the gradients."""
     shard: range
-    """Part of the buffer that contains the sum over the replicas after the reduction: all of it, or
-    this rank's shard."""
+    """Part of the buffer that this rank updates: all of it, or its shard."""
+    reduced: Tensor
+    """Sum over the replicas of that part after the reduction, fp32: a view of the buffer, or, if
+    replicas divide the gradients, all that is kept of it."""
     extra: tuple[ParallelGroup, ...]
     """Additional groups over which that part is summed."""
+    unit: int = 0
+    """Number of the unit whose parameters these are."""
+    buffer: Tensor | None = None
+    """Flat fp32 buffer of the gradients of this rank's samples; None while a temporary buffer does
+    not exist or is being reduced."""
     expected: int | None = None
     """Number of contributions of one backward pass; None before the first pass has ended."""
     arrived: int = 0
-    """Number of contributions so far in the iteration's last backward pass."""
+    """Number of contributions so far in the last backward pass that is reduced."""
     pending: Pending | None = None
     """Sum in progress."""
-
-    @property
-    def reduced(self) -> Tensor:
-        """Part of the buffer that contains the sum over the replicas after the reduction."""
-        return self.buffer[self.shard.start : self.shard.stop]
 
 
 class _Sink:
     """Implementation of `megacore.tensor_parallel.linear.GradSink`."""
 
     def __init__(
-        self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]
+        self,
+        gradient: Callable[[], Tensor],
+        add_product: WeightGradient,
+        contributed: Callable[[], None],
     ) -> None:
-        self.main_grad = main_grad
+        self._gradient = gradient
         self.add_product = add_product
         self.accumulated = contributed
+
+    @property
+    def main_grad(self) -> Tensor:
+        """Sum of all contributions since the last reduction."""
+        return self._gradient()
 
 
 class GradSync:
@@ -222,6 +132,14 @@ class GradSync:
     From then on, a bucket is full when it has as many contributions. Every rank sends the buckets
     in the order in which the first iteration filled them on the first replica. So parameters that
     are used twice (tied weights) or not at all cause no delay, and collectives match on all ranks.
+
+    If the replicas divide the gradients, every backward pass is reduced instead of an iteration's
+    last one, and each rank adds the sums to its shards. The buffer of a bucket is then allocated
+    for its first contribution and freed when its sum is added. Before another one is allocated, all
+    sums but the newest are added: apart from buckets that wait for a second use of a parameter, two
+    or, where a layer fills two buckets in turn, three buffers exist. In the first pass, which
+    counts, the oldest buffer is reduced when a third one is needed, unless a parameter in it may be
+    used again. So a first pass, as after a resume, gives the same bits as a later one.
     """
 
     def __init__(
@@ -232,6 +150,8 @@ class GradSync:
         *,
         partial: frozenset[str] = frozenset(),
         shared: Mapping[str, ParallelGroup] | None = None,
+        units: Sequence[Collection[str]] = (),
+        repeated: frozenset[str] = frozenset(),
         add_product: WeightGradient = reference,
     ) -> None:
         """Allocate the buckets and register hooks in autograd.
@@ -240,160 +160,249 @@ class GradSync:
             parameters: parameters of one model chunk by global name, each tied parameter once; all
                 on one device.
             mesh: this process's groups; a group of one rank communicates nothing.
-            config: size and type of the communicated buckets, and the choice of a distributed
-                optimizer, with which each replica keeps only its shard of the sum.
+            config: size and type of the communicated buckets, and the state that replicas divide.
             partial: parameters whose gradient is partial on each tensor-parallel rank (sequence
                 parallelism).
             shared: for parameters shared with other pipeline stages (tied embeddings), the group of
                 `mesh.copies` over which their gradients are summed.
+            units: names of parameters that share no bucket with others; the parameters that are
+                not named are one more unit.
+            repeated: parameters that a backward pass may add to more than once (tied embeddings).
             add_product: function that adds the weight gradients of linear layers to main gradients.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.shared = shared or {}
+        self._repeated = repeated
         self.replicas = mesh.data_context_parallel.size
         """Number of ranks over which `finish` sums: replicas x parts of a sequence. The optimizer,
         which scales gradients anyway, computes the mean over the replicas."""
-        self.sharded = config.use_distributed_optimizer and self.replicas > 1
-        """True if each replica keeps only its shard of the sum (ZeRO-1)."""
+        self.sharding = Sharding.of(config.data_parallel_sharding, self.replicas)
+        """Division of the state over these ranks."""
+        self.sharded = self.sharding.divides("optimizer")
+        """True if each replica keeps only its shard of the sum."""
+        self.after_backward: Callable[[], None] = lambda: None
+        """Function called after every backward pass."""
+        self._temporary = self.sharding.divides("gradients")
         self._dtype = _DTYPES[config.grad_reduce_dtype]
         self._add_product = add_product
-        self._last_micro_step = False
+        self._reduces = False
         self._order: list[Bucket] | None = None
-        self._filled: list[int] = []
+        self._filled: list[str] = []
+        self._filling: list[Bucket] = []
+        self._sums: deque[Bucket] = deque()
         self.launched = 0
-        """Number of buckets whose communication has started in this iteration."""
-        self.buckets = self._plan(config.grad_reduce_bucket_mb, partial)
-        self.gradients = {
-            piece.name: piece.of(bucket.buffer).view(self.parameters[piece.name].shape)
-            for bucket in self.buckets
+        """Number of buckets whose communication has started in this iteration, or, with divided
+        gradients, in this backward pass."""
+        self.buckets = self._plan(config.grad_reduce_bucket_mb, partial, units)
+        self._places = {
+            piece.name: (number, piece)
+            for number, bucket in enumerate(self.buckets)
             for piece in bucket.layout.pieces
         }
-        """Main gradients by name: fp32 views in the shapes of the parameters."""
-        for number, bucket in enumerate(self.buckets):
-            for name in bucket.layout.sizes:
-                self._hook(name, number)
+        self.gradients = {} if self._temporary else {name: self._view(name) for name in parameters}
+        """Main gradients by name: fp32 views in the shapes of the parameters. Divided gradients
+        have none."""
+        for name in self._places:
+            self._hook(name)
 
     def zero(self) -> None:
         """Start a new iteration with gradients of zero."""
-        torch._foreach_zero_([bucket.buffer for bucket in self.buckets])
+        while self._sums:  # of an iteration without a `finish`
+            self._collect(self._sums[0])
+        torch._foreach_zero_(
+            [bucket.reduced if bucket.buffer is None else bucket.buffer for bucket in self.buckets]
+        )
         for name, parameter in self.parameters.items():
-            parameter.grad = self.gradients[name] if parameter.dtype == torch.float32 else None
-        for bucket in self.buckets:
-            bucket.arrived = 0
-        self.launched = 0
+            parameter.grad = self.gradients.get(name) if parameter.dtype == torch.float32 else None
+        self._start_counting()
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Surround one backward pass; only the last one of an iteration sends full buckets."""
-        self._last_micro_step = last
+        """Surround one backward pass.
+
+        Only the last one of an iteration sends full buckets, or every one if gradients are divided.
+        """
+        self._reduces = last or self._temporary
+        if self._temporary:
+            self._start_counting()
         try:
             yield
         finally:
-            self._last_micro_step = False
+            self._reduces = False
+        self.after_backward()
+        if self._temporary:
+            self._launch_rest()
 
     def finish(self) -> None:
         """Wait until every main gradient is the sum over the replicas.
 
-        Parameters without a gradient count as zero. With a distributed optimizer, only this rank's
-        shard of each bucket has the sum.
+        Parameters without a gradient count as zero. Each rank has the sum only of the part
+        `reduced` of each bucket.
         """
-        if self.replicas > 1:
-            if self._filled:
-                self._order = self._learn()
-            self._launch((self._order or self.buckets)[self.launched :])
-        for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
+        if self.replicas > 1 and not self._temporary:
+            self._launch_rest()
+        while self._sums:
+            self._collect(self._sums[0])
         self._sum_extra()
 
-    def _plan(self, bucket_mb: float, partial: frozenset[str]) -> list[Bucket]:
-        """Return buckets of parameters that are summed over the same groups."""
-        kinds: dict[tuple[ParallelGroup, ...], dict[str, int]] = {}
+    def _plan(
+        self, bucket_mb: float, partial: frozenset[str], units: Sequence[Collection[str]]
+    ) -> list[Bucket]:
+        """Return buckets of parameters of the same unit that are summed over the same groups."""
+        unit_of = {name: number for number, names in enumerate(units) for name in names}
+        kinds: dict[tuple[int, tuple[ParallelGroup, ...]], dict[str, int]] = {}
         for name, parameter in self.parameters.items():
             groups = [self.mesh.tensor_parallel] if name in partial else []
             groups += [self.shared[name]] if name in self.shared else []
-            kinds.setdefault(tuple(group for group in groups if group.size > 1), {})[name] = (
-                parameter.numel()
-            )
+            kind = unit_of.get(name, len(units)), tuple(group for group in groups if group.size > 1)
+            kinds.setdefault(kind, {})[name] = parameter.numel()
         return [
-            self._bucket(planned, groups)
-            for groups, sizes in kinds.items()
+            self._bucket(planned, groups, unit)
+            for (unit, groups), sizes in kinds.items()
             for planned in plan_buckets(sizes, bucket_mb)
         ]
 
-    def _bucket(self, sizes: Mapping[str, int], extra: tuple[ParallelGroup, ...]) -> Bucket:
-        layout = BucketLayout(sizes, self.replicas if self.sharded else 1)
+    def _bucket(
+        self, sizes: Mapping[str, int], extra: tuple[ParallelGroup, ...], unit: int
+    ) -> Bucket:
+        layout = self.sharding.bucket(sizes)
+        shard = self.sharding.updated(layout, self.mesh.data_context_parallel.rank)
         device = self.parameters[next(iter(sizes))].device
-        buffer = torch.zeros(layout.length, dtype=torch.float32, device=device)
-        shard = (
-            shard_of(layout.length, self.mesh.data_context_parallel)
-            if self.sharded
-            else range(layout.length)
-        )
-        return Bucket(layout, buffer, shard, extra)
+        length = len(shard) if self._temporary else layout.length
+        zeros = torch.zeros(length, dtype=torch.float32, device=device)
+        if self._temporary:
+            return Bucket(layout, shard, zeros, extra, unit)
+        return Bucket(layout, shard, zeros[shard.start : shard.stop], extra, unit, zeros)
 
-    def _hook(self, name: str, number: int) -> None:
+    def _view(self, name: str) -> Tensor:
+        """Return a parameter's main gradient, for which a temporary buffer is allocated."""
+        number, piece = self._places[name]
+        bucket = self.buckets[number]
+        if bucket.buffer is None:
+            self._allocate(bucket)
+        assert bucket.buffer is not None
+        return piece.of(bucket.buffer).view(self.parameters[name].shape)
+
+    def _allocate(self, bucket: Bucket) -> None:
+        """Allocate the temporary buffer of a bucket."""
+        if bucket.pending is not None and self._order is not None:
+            assert bucket.arrived == 0, _late(bucket)  # the sum is one of the pass before
+        if self._order is None:
+            complete = [
+                each for each in self._filling if self._repeated.isdisjoint(each.layout.sizes)
+            ]
+            if len(complete) > 1:
+                self._launch(complete[:1])
+        while len(self._sums) > 1 or bucket.pending is not None:
+            self._collect(self._sums[0])
+        bucket.buffer = torch.zeros(
+            bucket.layout.length, dtype=torch.float32, device=bucket.reduced.device
+        )
+        self._filling.append(bucket)
+
+    def _hook(self, name: str) -> None:
         """Register hooks for gradients from autograd and from layers with a sink."""
-        parameter, view = self.parameters[name], self.gradients[name]
+        parameter = self.parameters[name]
+        persistent = self.gradients.get(name)
+
+        def gradient() -> Tensor:
+            return self._view(name) if persistent is None else persistent
 
         def accumulated(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad is not view:
-                view.add_(parameter.grad)
+            if parameter.grad is None:  # a layer has added it to the sink
+                return
+            if parameter.grad is not persistent:
+                gradient().add_(parameter.grad)
                 parameter.grad = None
-            self._contributed(number)
+            self._contributed(name)
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-        parameter.grad_sink = _Sink(view, self._add_product, lambda: self._contributed(number))  # type: ignore[attr-defined]
-
-    def _contributed(self, number: int) -> None:
-        """Count a contribution of the last backward pass and send the buckets that it completes."""
-        if not self._last_micro_step or self.replicas == 1:
-            return
-        bucket = self.buckets[number]
-        assert bucket.pending is None, (
-            f"a gradient came after its bucket was full: {list(bucket.layout.sizes)}"
+        parameter.grad_sink = _Sink(  # type: ignore[attr-defined]
+            gradient, self._add_product, lambda: self._contributed(name)
         )
+
+    def _start_counting(self) -> None:
+        for bucket in self.buckets:
+            bucket.arrived = 0
+        self.launched = 0
+
+    def _contributed(self, name: str) -> None:
+        """Count a contribution of a pass that is reduced and send the buckets that it completes."""
+        if not self._reduces or self.replicas == 1:
+            return
+        bucket = self.buckets[self._places[name][0]]
+        assert bucket.pending is None, _late(bucket)
         bucket.arrived += 1
         if self._order is None:
-            self._filled.append(number)
+            if self._temporary and name not in self._repeated:
+                assert name not in self._filled, f"{name} has a second gradient and is not repeated"
+            self._filled.append(name)
             return
         full = self.launched
         while full < len(self._order) and self._order[full].arrived == self._order[full].expected:
             full += 1
         self._launch(self._order[self.launched : full])
 
+    def _launch_rest(self) -> None:
+        """Send the buckets of a pass that were not sent during it."""
+        if self._order is not None:
+            self._launch(self._order[self.launched :])
+            return
+        if self._filled:
+            self._order = self._learn()
+        if self._temporary:  # the others are already sent, or have no gradients
+            self._launch(tuple(self._filling))
+        else:
+            self._launch(self._order or self.buckets)
+
     def _learn(self) -> list[Bucket]:
         """Store the number of contributions to each bucket and return the order of the buckets.
 
         The order is that in which the first replica's buckets became full.
         """
-        completed = {number: moment for moment, number in enumerate(self._filled)}
+        completed = {self._places[name][0]: moment for moment, name in enumerate(self._filled)}
         self._filled.clear()
         for bucket in self.buckets:
             bucket.expected = bucket.arrived
         order = sorted(range(len(self.buckets)), key=lambda number: completed.get(number, -1))
-        agreed = torch.tensor(order, device=self.buckets[0].buffer.device)
+        agreed = torch.tensor(order, device=self.buckets[0].reduced.device)
         with self.mesh.time("data-parallel wait"):
             dist.broadcast(agreed, group=self.mesh.data_context_parallel.group, group_src=0)
         return [self.buckets[number] for number in agreed.tolist()]
 
     def _launch(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
+            if bucket.buffer is None:
+                self._allocate(bucket)
             bucket.pending = self._reduce(bucket)
+            self._sums.append(bucket)
+            if self._temporary:
+                self._filling.remove(bucket)
+                bucket.buffer = None  # the sum holds it
         self.launched += len(buckets)
 
     def _reduce(self, bucket: Bucket) -> Pending:
         """Start summing a bucket over the replicas, in the configured communication type."""
+        assert bucket.buffer is not None
         start = start_reduce_scatter_ if self.sharded else start_all_reduce
+        group = self.mesh.data_context_parallel
         if self._dtype == bucket.buffer.dtype:
-            return start(bucket.buffer, self.mesh.data_context_parallel)
+            return start(bucket.buffer, group)
         converted = bucket.buffer.to(self._dtype)
-        total = start(converted, self.mesh.data_context_parallel)
-        return Pending(
-            self.mesh.data_context_parallel, (), lambda: bucket.reduced.copy_(total.wait())
-        )
+        total = start(converted, group)
+        if self._temporary:
+            return total
+        return Pending(group, (), lambda: bucket.reduced.copy_(total.wait()))
+
+    def _collect(self, bucket: Bucket) -> None:
+        """Wait for the sum of the bucket that was sent first, which frees a temporary buffer."""
+        assert self._sums.popleft() is bucket
+        assert bucket.pending is not None
+        total = bucket.pending.wait()
+        bucket.pending = None
+        if self._temporary:
+            bucket.reduced.add_(total)
 
     def _sum_extra(self) -> None:
         """Sum partial gradients over tensor-parallel ranks, then shared gradients over stages.
@@ -409,3 +418,7 @@ class GradSync:
             ]
             for work in pending:
                 work.wait()
+
+
+def _late(bucket: Bucket) -> str:
+    return f"a gradient came after its bucket was full: {list(bucket.layout.sizes)}"

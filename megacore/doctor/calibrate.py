@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from megacore.artifact.files import access_errors, replace_file
-from megacore.cluster.rank_commands import rank_environment
+from megacore.cluster.start import rank_environment
 from megacore.config.spec import SpecialTokens
 from megacore.doctor.calibration_fit import CPU_PLAN, GPU_PLAN, Case, Measured, Plan, fit
 from megacore.doctor.machine import measure_storage

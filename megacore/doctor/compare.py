@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megacore.doctor.facts import Facts
-from megacore.doctor.findings import Finding, Judgement, most_common
+from megacore.doctor.findings import Facts, Finding, Judgement, most_common
 from megacore.doctor.machine import REQUIRED
 from megacore.doctor.network import bandwidth, interfaces, names, ports
 from megacore.doctor.storage import disks, index_maps, tokens, workspaces

@@ -22,8 +22,7 @@ from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
 from megacore.cluster.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import is_this_machine
 from megacore.doctor.compare import compare
-from megacore.doctor.facts import Contact, Facts, Needs, PairMeasurement
-from megacore.doctor.findings import Examination
+from megacore.doctor.findings import Contact, Examination, Facts, Needs, PairMeasurement
 from megacore.doctor.probe import FULL, QUICK, SLOW
 from megacore.doctor.protocol import NOT_BEGUN, HostProbe, Request, lines_of, read_answers
 from megacore.doctor.storage import Proof

@@ -18,7 +18,7 @@ from megacore.doctor.findings import Finding, Judgement, most_common
 from megacore.doctor.protocol import NO_ANSWER, NOT_BEGUN
 
 if TYPE_CHECKING:
-    from megacore.doctor.facts import Facts, PairMeasurement
+    from megacore.doctor.findings import Facts, PairMeasurement
 
 _SIOCGIFADDR = 0x8915
 _INTERFACES = Path("/sys/class/net")

@@ -21,7 +21,7 @@ from megacore.errors import MegacoreError
 
 if TYPE_CHECKING:
     from megacore.data.index_directory import IndexDescription
-    from megacore.doctor.facts import Facts
+    from megacore.doctor.findings import Facts
     from megacore.token_files.indexed_dataset import IndexedDataset
 
 PREFIX = ".doctor-"

@@ -12,7 +12,7 @@ from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.doctor.facts import Needs
+from megacore.doctor.findings import Needs
 from megacore.engine.deepspeed.operators import needed_operators
 from megacore.errors import ConfigError
 from megacore.inspect.tokens import find_prefixes

@@ -23,7 +23,7 @@ from megacore.doctor.machine import APEX_MODULES
 from megacore.hardware import driver_cuda, unsupported_accelerator
 
 if TYPE_CHECKING:
-    from megacore.doctor.facts import Facts
+    from megacore.doctor.findings import Facts
 
 _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "torch==2.15.*"}
 """Newest torch on the package index whose default build is for a version of CUDA."""

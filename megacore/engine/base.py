@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
+from megacore.models.base import SampleSources
 from megacore.models.leak_check import check_documents
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -137,18 +138,24 @@ class Engine(Protocol):
         """
         ...
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number, also by position.
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
+        """Return the sum of each loss over the target tokens and their number.
 
         Runs without dropout and gradients.
 
         Args:
             batches: ids [b, width] on the engine's device for each of this rank's micro batches.
             sizes: b of each micro batch.
+            sources: sources of all samples; None for no losses by source.
 
         Returns:
-            fp64 [terms + POSITION_BUCKETS, 2], the losses in the order of `loss_names`, then
-                `lm_loss` by position; zeros on all pipeline stages but the last.
+            fp64 [terms + POSITION_BUCKETS + sources, 2], the losses in the order of `loss_names`,
+                then `lm_loss` by position and by source; zeros on all pipeline stages but the last.
         """
         ...
 

@@ -7,20 +7,27 @@ accumulated gradients and moments in fp32. Only fp16 needs a loss scale.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
+from megacore.data_parallel.gather import FlatWeights, Unit, WeightGatherer
 from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.sharding import Sharding
 from megacore.engine.base import Reduced, StageEngine, Update, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
+from megacore.models.base import SampleSources
+from megacore.models.layers.embedding import Embedding
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler
 from megacore.optim.muon import MainWeightMuon
+from megacore.parallel.collectives import MAX, all_reduce_
+from megacore.pipeline_parallel.partition import WORD_EMBEDDINGS
 from megacore.tensor_parallel import partial_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +40,9 @@ class NativeEngine(StageEngine):
         """Take this rank's part of a model in fp32 and cast it to the compute type.
 
         Args:
-            stage: stage with its initial weights, on the device to train on.
+            stage: stage with its initial weights, on the device to train on. If the replicas divide
+                the optimizer, it may have no memory for them (`Stage.stored`): then no rank holds
+                the whole model in fp32.
             config: configuration of the run.
             precision: fp32, bf16 or fp16.
         """
@@ -43,6 +52,10 @@ class NativeEngine(StageEngine):
         self._mesh = stage.mesh
         self._clip_grad = config.optim.clip_grad
         shared = stage.shared_parameters
+        divides = Sharding.of(
+            config.parallel.data_parallel_sharding, stage.mesh.data_context_parallel.size
+        ).divides("parameters")
+        units = stage.units if divides else []
         self._syncs = [
             GradSync(
                 dict(chunk.named_parameters()),
@@ -52,16 +65,22 @@ class NativeEngine(StageEngine):
                 shared={
                     name: shared[name] for name, _ in chunk.named_parameters() if name in shared
                 },
+                units=[_names_in(chunk, unit) for unit in units],
+                repeated=frozenset({WORD_EMBEDDINGS}),
                 add_product=stage.kernels.weight_gradient,
             )
             for chunk in stage.chunks
         ]
         values = self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
+        initial = None if stage.stored else stage.initial_weights
         self._optimizer = (
-            MainWeightMuon(*values, matrices=stage.matrices)
+            MainWeightMuon(*values, matrices=stage.matrices, initial=initial)
             if config.optim.name == "muon"
-            else MainWeightAdamW(*values)
+            else MainWeightAdamW(*values, initial=initial)
         )
+        self._gatherer = _gatherer(units, self._optimizer.divided) if divides else None
+        if self._gatherer is not None:
+            self._syncs[0].after_backward = self._gatherer.after_backward
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
         self._graph = (
             MicroBatchGraph(self._passes, self._mesh, self.device)
@@ -96,9 +115,10 @@ class NativeEngine(StageEngine):
         if self._graph is not None:
             self._losses = self._graph.run(batches, seeds, scale)
         else:
-            self._losses = self._stage.train_pass(
-                batches, seeds, self._syncs, scale=scale, seq_length=seq_length
-            )
+            with self._weights():
+                self._losses = self._stage.train_pass(
+                    batches, seeds, self._syncs, scale=scale, seq_length=seq_length
+                )
 
     def _passes(self, batch: Tensor, seed: int, scale: Tensor) -> Tensor:
         """Run forward and backward of one micro batch, and return its mean losses [terms].
@@ -149,12 +169,29 @@ class NativeEngine(StageEngine):
             grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld
         )
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
         """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
+        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
-        return self._stage.loss_sum(batches, sizes)
+        if self._gatherer is None:
+            return self._stage.loss_sum(batches, sizes, sources)
+        passes = torch.tensor(len(sizes), device=self.device)
+        all_reduce_(passes, self._mesh.data_context_parallel, MAX)
+        with self._gatherer.gathered_root():
+            total = self._stage.loss_sum(batches, sizes, sources)
+            for _ in range(int(passes) - len(sizes)):
+                self._gatherer.forward_without_samples()
+        return total
+
+    def _weights(self) -> AbstractContextManager[None]:
+        """Return a context in which passes may run: divided weights are gathered for them."""
+        return self._gatherer.gathered_root() if self._gatherer else nullcontext()
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Return this rank's fp32 main weights and moments by name.
@@ -179,3 +216,22 @@ class NativeEngine(StageEngine):
         if self._scaler and state["loss_scaler"] is not None:
             self._scaler.load_state(state["loss_scaler"])
         self._optimizer.write_back()
+
+
+def _names_in(chunk: nn.Module, unit: nn.Module) -> frozenset[str]:
+    """Return the names in a chunk of the parameters of one of its modules."""
+    members = {id(parameter) for parameter in unit.parameters()}
+    return frozenset(
+        name for name, parameter in chunk.named_parameters() if id(parameter) in members
+    )
+
+
+def _gatherer(
+    modules: Sequence[nn.Module], weights: Mapping[int, list[FlatWeights]]
+) -> WeightGatherer:
+    """Return the gatherer of a model's units; a table lookup's gradient needs no weights."""
+    units = [
+        Unit(module, weights[number], in_backward=not isinstance(module, Embedding))
+        for number, module in enumerate(modules)
+    ]
+    return WeightGatherer(units, Unit(None, weights[len(modules)]))

@@ -1,4 +1,4 @@
 """Fine-tuning of transformers models with Hugging Face Accelerate.
 
-Tasks are classification, seq2seq and causal LM.
+Tasks are classification, multiple choice, seq2seq and causal LM.
 """

@@ -19,6 +19,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     CausalLmConfig,
     ClassificationConfig,
+    MultipleChoiceConfig,
     Seq2SeqConfig,
     classification_settings,
 )
@@ -256,6 +257,7 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
@@ -272,6 +274,12 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
                 "a model that transformers has a class …ForSequenceClassification of, such as "
                 "BERT, DeBERTa or GPT-2"
             )
+        case MultipleChoiceConfig():
+            fits = kind in MODEL_FOR_MULTIPLE_CHOICE_MAPPING
+            expected = (
+                "a model that transformers has a class …ForMultipleChoice of, such as BERT, "
+                "RoBERTa or DeBERTa"
+            )
         case Seq2SeqConfig():
             fits = both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
             expected = "an encoder-decoder, such as T5, BART or Blenderbot"
@@ -286,6 +294,7 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
         "causal_lm": not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING,
     }
     others["classification"] = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    others["multiple_choice"] = kind in MODEL_FOR_MULTIPLE_CHOICE_MAPPING
     possible = [name for name, fitting in others.items() if fitting and name != config.task.kind]
     raise ConfigError(
         (
@@ -330,7 +339,7 @@ def _check_positions(config: FinetuneConfig, model: Any) -> None:
     limit = positions(model)
     lengths: Mapping[str, int]
     match config.task:
-        case ClassificationConfig():
+        case ClassificationConfig() | MultipleChoiceConfig():
             lengths = {"max_length": config.task.max_length}
         case Seq2SeqConfig():
             task = config.task
@@ -360,6 +369,9 @@ def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokeni
         case ClassificationConfig() as task:
             pair = classification_settings(task).sentence2 is not None
             least = tokenizer.num_special_tokens_to_add(pair=pair) + end_tokens + 1 + pair
+            needed = {"max_length": (task.max_length, least)}
+        case MultipleChoiceConfig() as task:
+            least = tokenizer.num_special_tokens_to_add(pair=True) + 2
             needed = {"max_length": (task.max_length, least)}
         case Seq2SeqConfig() as task:
             needed = {"max_source_length": (task.max_source_length, single + 1)}
@@ -443,6 +455,12 @@ def build_examples(
 
                 samples, description = encode_classification(
                     config, config.task, splits, model, tokenizer, mapper
+                )
+            case MultipleChoiceConfig():
+                from megacore.finetune.multiple_choice import encode_multiple_choice
+
+                samples, description = encode_multiple_choice(
+                    config.task, splits, model, tokenizer, mapper
                 )
             case Seq2SeqConfig():
                 from megacore.finetune.seq2seq import encode_seq2seq

@@ -22,6 +22,7 @@ from megacore.redact import redact
 
 AUTO_CLASSES = {
     "classification": "AutoModelForSequenceClassification",
+    "multiple_choice": "AutoModelForMultipleChoice",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal_lm": "AutoModelForCausalLM",
 }
@@ -44,11 +45,13 @@ _LIMITS = (
 )
 _KINDS = {
     "classification": "A classifier of texts",
+    "multiple_choice": "A model that chooses one of several answers",
     "seq2seq": "A model that writes a text for a text",
     "causal_lm": "A language model",
 }
 _TAGS = {
     "classification": "text-classification",
+    "multiple_choice": "multiple-choice",
     "seq2seq": "text2text-generation",
     "causal_lm": "text-generation",
 }
@@ -58,6 +61,15 @@ from transformers import pipeline
 
 classifier = pipeline("text-classification", "path/to/this/directory")
 print(classifier({example}))""",
+    "multiple_choice": """\
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+model = AutoModelForMultipleChoice.from_pretrained("path/to/this/directory")
+choices = ["One answer.", "Another one."]
+inputs = tokenizer(["A text."] * len(choices), choices, padding=True, return_tensors="pt")
+scores = model(**{name: values[None] for name, values in inputs.items()}).logits
+print(choices[int(scores.argmax())])""",
     "seq2seq": """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -151,6 +163,8 @@ def _task(config: FinetuneConfig) -> str:
             if task.glue
             else f"{task.label_column} of {task.sentence1_column}"
         )
+    if task.kind == "multiple_choice":
+        return f"{task.label_column} among {', '.join(task.choices_columns)}"
     if task.kind == "seq2seq":
         return f"{task.target_column} of {task.source_column}"
     return f"the next token, in blocks of {task.block_size}"
@@ -387,13 +401,20 @@ def _lines(
                     chosen = int(logits.argmax())
                     yield "label", str(names[int(labels)])
                     yield "prediction", f"{names[chosen]} ({float(logits.softmax(0)[chosen]):.2f})"
+            case "multiple_choice":
+                scores = model(**batch).logits[0].float()
+                for number, ids in enumerate(batch["input_ids"][0]):
+                    yield f"choice {number}", text(ids)
+                chosen = int(scores.argmax())
+                yield "label", str(int(labels))
+                yield "prediction", f"{chosen} ({float(scores.softmax(0)[chosen]):.2f})"
             case "seq2seq":
-                ids = {
+                inputs = {
                     name: batch[name] for name in ("input_ids", "attention_mask") if name in batch
                 }
                 assert isinstance(task, Seq2SeqTask)
                 # The same settings as in the evaluation.
-                written = model.generate(**ids, generation_config=task.generation(model))
+                written = model.generate(**inputs, generation_config=task.generation(model))
                 yield "source", text(batch["input_ids"][0])
                 yield "target", text(labels)
                 yield "prediction", text(written[0])

@@ -18,6 +18,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     CausalLmConfig,
     ClassificationConfig,
+    MultipleChoiceConfig,
     Seq2SeqConfig,
     best_metric,
 )
@@ -84,8 +85,8 @@ class FinetuneTask(Protocol):
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> "dict[str, torch.Tensor]":
         """Return a padded batch of samples.
 
-        The arrays have shape [b, s]. Labels are [b] or [b, s], with -100 at positions without a
-        loss.
+        The arrays have shape [b, s], or [b, c, s] with c choices of each sample. Labels are [b] or
+        [b, s], with -100 at positions without a loss.
         """
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
@@ -296,6 +297,10 @@ def build_task(
             from megacore.finetune.classification import ClassificationTask
 
             return ClassificationTask(config, examples_directory, pretrained_directory)
+        case MultipleChoiceConfig():
+            from megacore.finetune.multiple_choice import MultipleChoiceTask
+
+            return MultipleChoiceTask(config, examples_directory, pretrained_directory)
         case Seq2SeqConfig():
             from megacore.finetune.seq2seq import Seq2SeqTask
 

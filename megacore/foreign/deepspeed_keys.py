@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from megacore.errors import dotted
 from megacore.foreign.files import nested
 
 Kind = Literal["flag", "size", "integer", "number", "text", "list", "pair"]
@@ -96,7 +97,7 @@ class Definitions:
                 model(**part)
             except ValidationError as error:
                 item = error.errors()[0]
-                where = ".".join(map(str, (block, *item["loc"])))
+                where = dotted((block, *item["loc"]))
                 problem = item["msg"].removeprefix("Value error, ")
                 raise ValueError(f"{where} of {name} is refused by DeepSpeed: {problem}") from error
 

@@ -181,7 +181,7 @@ class CausalBatch:
             places = self._places[: begin + tokens.shape[1]] - self._padding
             positions, present = places[:, begin:].clamp(min=0), places >= 0
         logits: Tensor = self._model(
-            tokens, position_ids=positions, present=present, cache=self._cache, last_only=True
+            tokens, position_ids=positions, present=present, cache=self._cache, last=1
         )
         return logits[:, -1]
 

@@ -1,4 +1,4 @@
-"""Jobs on a finished model, independent of any run: generation and zero-shot evaluation.
+"""Jobs on a finished model, independent of any run: generation, zero-shot evaluation, lm-eval.
 
 The module does not import torch, so that a command line can check a job quickly before it starts
 processes.
@@ -12,7 +12,7 @@ from typing import Any
 
 from megacore.config.base import Section
 from megacore.config.spec import ModelSpec
-from megacore.config.train import Precision
+from megacore.config.train import PasskeyConfig, Precision
 from megacore.errors import ConfigError
 from megacore.jobs.run import RankJob
 from megacore.parallel.rank_layout import RankLayout
@@ -33,7 +33,14 @@ class ModelSource(Section):
     """Specification of the model."""
 
 
-class ModelJob(RankJob):
+class ResultJob(RankJob):
+    """Job whose ranks write one JSON file."""
+
+    output: str
+    """JSON file to write."""
+
+
+class ModelJob(ResultJob):
     """Common fields of the jobs on a finished model."""
 
     source: ModelSource
@@ -44,8 +51,6 @@ class ModelJob(RankJob):
     """Compute type; auto means bf16 where the hardware multiplies it natively, else fp32."""
     batch_size: int
     """Sequences per forward pass."""
-    output: str
-    """JSON file to write."""
 
     @property
     def layout(self) -> RankLayout:
@@ -121,7 +126,7 @@ class GenerateJob(ModelJob):
 
 
 class ZeroShotJob(ModelJob):
-    """Scoring of a model on WikiText and LAMBADA, which it was not trained for."""
+    """Scoring of a model on WikiText, LAMBADA and passkeys, which it was not trained for."""
 
     tokenizer_directory: str
     """Directory with tokenizer.json."""
@@ -129,10 +134,29 @@ class ZeroShotJob(ModelJob):
     """Path of WikiText's test split; null means that it is not scored."""
     lambada: str | None
     """Path of LAMBADA's test split; null means that it is not scored."""
+    passkey: PasskeyConfig
+    """Test of retrieval; without lengths it is not made."""
     seq_length: int
     """Length of a window in tokens."""
     overlapping_eval: int | None
     """Distance between the starts of windows in tokens; null means seq_length."""
+
+
+class LmEvalJob(ResultJob):
+    """Scoring of an exported model with lm-evaluation-harness, in one process."""
+
+    model_directory: str
+    """Transformers directory of the model and its tokenizer."""
+    tasks: tuple[str, ...]
+    """Names of tasks, groups or tags."""
+    include_path: str | None
+    """Directory of additional tasks."""
+    num_fewshot: int | None
+    """Examples before each question; null means the number of each task."""
+    limit: int | None
+    """Largest number of questions of each task; null means all."""
+    batch_size: int
+    """Sequences of one forward pass."""
 
 
 def places(scratch: Path) -> dict[str, Any]:

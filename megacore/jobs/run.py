@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from megacore.artifact.files import read_json, write_json
 from megacore.config.base import Section
-from megacore.config.run import RunConfig
+from megacore.config.run import RunConfig, with_current_names
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, dotted
 from megacore.redact import redact_values
 
 
@@ -55,7 +55,7 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    return ": ".join(filter(None, [dotted(first["loc"]), first["msg"]]))
 
 
 class Job(RankJob):
@@ -81,13 +81,11 @@ class Job(RankJob):
     @model_validator(mode="before")
     @classmethod
     def _of_an_earlier_version(cls, values: Any) -> Any:
-        """Rename `launch.launcher` in files of earlier versions to `launch.kind`."""
+        """Rename values in files of earlier versions."""
         config = values.get("config") if isinstance(values, dict) else None
-        launch = config.get("launch") if isinstance(config, dict) else None
-        if not isinstance(config, dict) or not isinstance(launch, dict) or "launcher" not in launch:
-            return values
-        others = {name: value for name, value in launch.items() if name != "launcher"}
-        return values | {"config": config | {"launch": {"kind": launch["launcher"]} | others}}
+        return (
+            values | {"config": with_current_names(config)} if isinstance(config, dict) else values
+        )
 
     @property
     def spec(self) -> ModelSpec:

@@ -5,19 +5,22 @@ with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.kernels.dropout import SequencePart
+from megacore.kernels.dropout import dropout as drop
 from megacore.kernels.implementation import (
     Implementation,
     Setting,
     cpp_obstacle,
     cpp_obstacle_uncompiled,
     everywhere,
+    flex_obstacle,
 )
 from megacore.kernels.spans import Spans
 
@@ -37,6 +40,7 @@ class Attention(Protocol):
         scale: float | None,
         softcap: float | None = None,
         spans: Spans | None = None,
+        part: SequencePart | None = None,
     ) -> Tensor:
         """Compute softmax(q kᵀ scale + bias) v.
 
@@ -53,6 +57,8 @@ class Attention(Protocol):
                 it.
             spans: keys that each query sees, instead of `causal`; a bias is then added to the
                 scores of the visible ones.
+            part: part of the sequences that the queries have, for dropout; the weights are then
+                stored.
 
         Returns:
             [b, n, s, d], with any strides.
@@ -81,6 +87,7 @@ class ScaledMaskedSoftmax(Protocol):
         scale: float,
         causal: bool = False,
         dropout: float = 0.0,
+        part: SequencePart | None = None,
     ) -> Tensor:
         """Return the attention weights of scores [b, n, s, s_k].
 
@@ -92,6 +99,7 @@ class ScaledMaskedSoftmax(Protocol):
             causal: a query sees only the keys up to its own position; the last query is at the
                 position of the last key.
             dropout: probability of dropping a weight.
+            part: part of the sequences that the queries have; None if they have them whole.
         """
         ...
 
@@ -130,22 +138,20 @@ def reference(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
+    part: SequencePart | None = None,
 ) -> Tensor:
     """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own.
 
-    None of these has a soft cap, so that scores with one are stored.
+    None of these has a soft cap or drops a part of whole sequences: the scores are then stored.
     """
+    stored: Callable[..., Tensor] | None = None
     if softcap is not None:
-        return softcapped(
-            query,
-            key,
-            value,
-            bias=bias,
-            dropout=dropout,
-            causal=causal,
-            scale=scale,
-            softcap=softcap,
-        )
+        stored = partial(softcapped, softcap=softcap)
+    elif dropout and part is not None:
+        stored = partial(in_memory, plain_softmax)
+    if stored is not None:
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "part": part}
+        return stored(query, key, value, bias=bias, dropout=dropout, **options)
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1 and query.shape[2] == 1:
         # The heads of a single query that share keys are like several queries of one head.
@@ -182,6 +188,7 @@ def softcapped(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
+    part: SequencePart | None = None,
 ) -> Tensor:
     """Compute attention with a soft cap of the scores, which are stored; see `Attention`.
 
@@ -200,18 +207,25 @@ def softcapped(
     elif causal:
         hidden = torch.ones(s, keys, dtype=torch.bool, device=query.device).triu(keys - s + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
+    weights = scores.softmax(-1).to(value.dtype)
+    weights = drop(weights, dropout, part) if dropout else weights
     return (weights.view(b, groups, n // groups * s, keys) @ value).view(b, n, s, d)
 
 
-def packed_reference(
-    mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+def plain_softmax(
+    scores: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+    dropout: float = 0.0,
+    part: SequencePart | None = None,
 ) -> Tensor:
-    """Compute attention with torch, see `PackedAttention`."""
-    query, key, value = (part.transpose(1, 2) for part in mixed.unbind(3))
-    return reference(
-        query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale, spans=spans
-    )
+    """Compute the attention weights with torch, see `ScaledMaskedSoftmax`."""
+    assert not causal, "the queries of a part have a bias"
+    scores = scores * scale
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    return drop(weights, dropout, part) if dropout else weights
 
 
 def in_memory(
@@ -224,6 +238,7 @@ def in_memory(
     dropout: float,
     causal: bool,
     scale: float | None,
+    part: SequencePart | None = None,
 ) -> Tensor:
     """Compute attention with two matmuls and a softmax between them, see `Attention`.
 
@@ -237,7 +252,8 @@ def in_memory(
     if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
         # The gradient of this bias is not only a sum over the batch, so torch computes it.
         scores, scale, bias = torch.add(bias, scores, alpha=scale), 1.0, None
-    return softmax(scores, bias, scale=scale, causal=causal, dropout=dropout) @ value
+    weights = softmax(scores, bias, scale=scale, causal=causal, dropout=dropout, part=part)
+    return weights @ value
 
 
 def _load_cpp() -> Attention:
@@ -265,14 +281,12 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         *,
         bias: Tensor | None,
         dropout: float,
-        causal: bool,
-        scale: float | None,
+        **options: Any,
     ) -> Tensor:
+        compute = reference
         if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
-            return in_memory(
-                softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
-            )
-        return reference(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+            compute = partial(in_memory, softmax)
+        return compute(query, key, value, bias=bias, dropout=dropout, **options)
 
     def attend(
         query: Tensor,
@@ -281,24 +295,14 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         *,
         bias: Tensor | None,
         dropout: float,
-        causal: bool,
-        scale: float | None,
         softcap: float | None = None,
-        spans: Spans | None = None,
+        part: SequencePart | None = None,
+        **options: Any,
     ) -> Tensor:
         assert softcap is None, "this kernel is not chosen for models with a soft cap"
         if bias is None and not dropout and supports(query, key, value):
-            return attention(query, key, value, causal=causal, scale=scale, spans=spans)
-        return otherwise(
-            query,
-            key,
-            value,
-            bias=bias,
-            dropout=dropout,
-            causal=causal,
-            scale=scale,
-            spans=spans,
-        )
+            return attention(query, key, value, **options)
+        return otherwise(query, key, value, bias=bias, dropout=dropout, part=part, **options)
 
     return attend
 
@@ -306,12 +310,64 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
 def _load_packed_cpp() -> PackedAttention:
     from megacore.kernels.cpu.attention import packed_attention, supports_packed
 
+    otherwise = _packed(reference)
+
     def attend(
         mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
     ) -> Tensor:
         if supports_packed(mixed):
             return packed_attention(mixed, causal=causal, scale=scale, spans=spans)
-        return packed_reference(mixed, causal=causal, scale=scale, spans=spans)
+        return otherwise(mixed, causal=causal, scale=scale, spans=spans)
+
+    return attend
+
+
+def _load_flex() -> Attention:
+    from megacore.kernels.flex import attention
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *, spans: Spans | None = None, **options: Any
+    ) -> Tensor:
+        if spans is None or spans.blocks is None:
+            return reference(query, key, value, spans=spans, **options)
+        assert options["bias"] is None, "a mask in blocks replaces the bias"
+        assert not options["dropout"], "this kernel is not chosen with attention dropout"
+        scale, softcap = options["scale"], options.get("softcap")
+        return attention(query, key, value, spans, scale=scale, softcap=softcap)
+
+    return attend
+
+
+def _load_tiled() -> Attention:
+    from megacore.kernels.tiles import attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        dropout: float,
+        spans: Spans | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if spans is None or bias is not None or dropout:
+            return reference(query, key, value, bias=bias, dropout=dropout, spans=spans, **options)
+        return attention(query, key, value, spans, scale=options["scale"])
+
+    return attend
+
+
+def _packed(attention: Attention) -> PackedAttention:
+    """Return a kernel for packed tensors from one for three tensors."""
+
+    def attend(
+        mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+    ) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in mixed.unbind(3))
+        return attention(
+            query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale, spans=spans
+        )
 
     return attend
 
@@ -325,10 +381,17 @@ def _uncapped(obstacle: Callable[[Setting], str | None]) -> Callable[[Setting], 
     )
 
 
+def _tiles_obstacle(setting: Setting) -> str | None:
+    return None if setting.device.type == "cpu" else "it is only for CPUs"
+
+
 def _softcap_obstacle(setting: Setting) -> str | None:
     return None if setting.softcapped else "it is only for scores with a soft cap"
 
 
+_FLEX = "torch FlexAttention for masks"
+_TORCH = "torch scaled_dot_product_attention"
+_TILED = f"{_TORCH}, masks in tiles"
 IMPLEMENTATIONS = (
     Implementation[Attention](
         "cpp",
@@ -345,15 +408,27 @@ IMPLEMENTATIONS = (
         spanned=True,
     ),
     Implementation[Attention](
-        "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle
+        "flex",
+        _FLEX,
+        _load_flex,
+        flex_obstacle,
+        lambda setting: setting.masked,
+        spanned=True,
+        blocked=True,
     ),
     Implementation[Attention](
-        "plain", "torch scaled_dot_product_attention", lambda: reference, everywhere
+        "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle
     ),
+    Implementation[Attention]("plain", _TILED, _load_tiled, _tiles_obstacle, spanned=True),
+    Implementation[Attention]("plain", _TORCH, lambda: reference, everywhere),
 )
 PACKED = (
     Implementation[PackedAttention]("cpp", "C++ with AVX-512", _load_packed_cpp, cpp_obstacle),
     Implementation[PackedAttention](
-        "plain", "torch scaled_dot_product_attention", lambda: packed_reference, everywhere
+        "flex", _FLEX, lambda: _packed(_load_flex()), flex_obstacle, lambda setting: setting.masked
     ),
+    Implementation[PackedAttention](
+        "plain", _TILED, lambda: _packed(_load_tiled()), _tiles_obstacle
+    ),
+    Implementation[PackedAttention]("plain", _TORCH, lambda: _packed(reference), everywhere),
 )

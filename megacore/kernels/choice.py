@@ -81,6 +81,8 @@ class Kernels:
     sum_of_squares: SumOfSquares
     spanned: bool
     """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
+    blocked: bool
+    """True if the spans must have blocks, and may have ALiBi's slopes."""
     names: Mapping[str, str]
     """Name of each operation's implementation, as in the log and the run's record."""
 
@@ -91,6 +93,8 @@ def choose_kernels(
     *,
     compiled: bool = False,
     softcapped: bool = False,
+    masked: bool = False,
+    flex_failure: str | None = None,
     config: KernelsConfig | None = None,
 ) -> Kernels:
     """Choose the configured implementation of each operation, for auto the first usable one.
@@ -100,12 +104,14 @@ def choose_kernels(
         dtype: type in which the model computes.
         compiled: True if layers go through `torch.compile`.
         softcapped: True if the model has a soft cap of the attention scores.
+        masked: see `Setting`.
+        flex_failure: see `Setting`.
         config: value of `train.kernels`; None means auto for every operation.
 
     Raises:
         ConfigError: a configured implementation cannot run, or the C++ module is missing.
     """
-    setting = Setting(device, dtype, compiled, softcapped)
+    setting = Setting(device, dtype, compiled, softcapped, masked, flex_failure)
     config = config or KernelsConfig()
     try:
         chosen = {
@@ -161,11 +167,13 @@ def plain_kernels() -> Kernels:
 
 
 def _kernels(names: dict[str, str], **callables: Any) -> Kernels:
-    spanned = any(
-        implementation.spanned and implementation.name == names["attention"]
-        for implementation in attention.IMPLEMENTATIONS
+    attentions = [each for each in attention.IMPLEMENTATIONS if each.name == names["attention"]]
+    return Kernels(
+        spanned=any(each.spanned for each in attentions),
+        blocked=any(each.blocked for each in attentions),
+        names=MappingProxyType(names),
+        **callables,
     )
-    return Kernels(spanned=spanned, names=MappingProxyType(names), **callables)
 
 
 def summary(names: Mapping[str, str]) -> str:

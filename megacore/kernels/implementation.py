@@ -24,6 +24,10 @@ class Setting:
     """True if layers go through `torch.compile`, which fuses plain torch without further help."""
     softcapped: bool = False
     """True if the attention scores have a soft cap."""
+    masked: bool = False
+    """True if attention has a mask or bias that its fused kernels on GPUs lack."""
+    flex_failure: str | None = None
+    """Reason why FlexAttention cannot compute the model's attention, None if it can."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Implementation(Generic[F]):
     after it."""
     spanned: bool = False
     """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
+    blocked: bool = False
+    """True if the spans must have blocks, and may have ALiBi's slopes."""
 
     def usable(self, setting: Setting) -> bool:
         """Return True if the automatic choice may take this implementation in a setting."""
@@ -102,6 +108,15 @@ def half_on_gpu_obstacle(setting: Setting) -> str | None:
     if setting.dtype == torch.float32:
         return "it multiplies in half precision only, and the model computes in fp32"
     return None
+
+
+def flex_obstacle(setting: Setting) -> str | None:
+    """Return why torch's FlexAttention cannot run, None if it can."""
+    if setting.device.type != "cuda":
+        return f"it runs on GPUs only, and the model is on {setting.device.type}"
+    if not setting.compiled:
+        return "the layers are not compiled (train.compile), and it would store all scores"
+    return setting.flex_failure
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -30,9 +30,15 @@ from megacore.launch.guard import (
     host_mark,
     marked,
 )
-from megacore.launch.launcher_state import forget_launcher_state, read_launcher_state
 from megacore.launch.rank_table import REPORT, read_report
-from megacore.launch.watch import KillCounter, RankWatch, Trouble, oom_kills
+from megacore.launch.watch import (
+    KillCounter,
+    RankWatch,
+    Trouble,
+    forget_launcher_state,
+    oom_kills,
+    read_launcher_state,
+)
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _REPORTED_END = 15.0
@@ -66,7 +72,7 @@ def supervise(
     write their Python stacks, all processes are killed at once, and a table of the ranks is written
     to the log and to `<log>-ranks.txt` next to it. For a job on several `hosts`, the command's
     agents do this on each host and report it in `exit_directory`. While the job is queued by its
-    scheduler (`launcher_state`), no rank is watched and no time is counted.
+    scheduler (`launcher_state.json`), no rank is watched and no time is counted.
 
     If this runs in the main thread, SIGUSR1 is passed on to the ranks.
 

@@ -1,13 +1,19 @@
-"""Detection of stalled, lost and killed ranks of a job.
+"""Detection of stalled, lost and killed ranks of a job, and the state that its scheduler reports.
 
 Heartbeats show stalled and lost ranks. Out-of-memory kills show only in the kernel's counters.
+While a scheduler's job is queued, its ranks wait for hosts and are not expected to make progress:
+the process that follows the job writes its state in a small file next to the ranks' reasons, and
+the supervisor reads it. Without the file, and so without a scheduler, the job counts as running.
+Imports no torch.
 """
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
+from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.hardware import Hardware
 from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
 
@@ -207,3 +213,59 @@ def _field(path: Path, name: str) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+State = Literal["queued", "running"]
+
+_NAME = "launcher_state.json"
+
+
+@dataclass(frozen=True)
+class LauncherState:
+    """State of a job according to its scheduler."""
+
+    state: State
+    """State of the job: queued (it waits for hosts, at first or after preemption) or running."""
+    detail: str
+    """State in the scheduler's own words, such as `PENDING (Resources)`."""
+    time: float
+    """Unix time of the change, in seconds."""
+
+
+def launcher_state_path(exit_directory: Path) -> Path:
+    """Return the path of the state file."""
+    return exit_directory / _NAME
+
+
+def write_launcher_state(exit_directory: Path, state: State, detail: str) -> None:
+    """Replace the state atomically.
+
+    Args:
+        exit_directory: the job's exit directory; created if it does not exist.
+        state: queued or running.
+        detail: state in the scheduler's own words.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = launcher_state_path(exit_directory)
+    with workspace_errors(path):
+        exit_directory.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(LauncherState(state, detail, time.time())))
+
+
+def read_launcher_state(exit_directory: Path) -> LauncherState | None:
+    """Return the state; None if no scheduler has reported one or the file is torn."""
+    record = read_record(launcher_state_path(exit_directory), LauncherState)
+    return record if record is not None and record.state in get_args(State) else None
+
+
+def forget_launcher_state(exit_directory: Path) -> None:
+    """Remove the state of an earlier attempt, which must not count for this one.
+
+    Raises:
+        WorkspaceError: the file cannot be removed.
+    """
+    path = launcher_state_path(exit_directory)
+    with workspace_errors(path):
+        path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ A model returns its training losses by name.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,15 @@ class LossTerm(NamedTuple):
             return torch.stack([exact.sum(), exact.new_full((), exact.numel())])
         return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
 
+    def by_sample(self) -> Tensor:
+        """Return the sum and the number of the losses [b, s/cp] that count, by sample: fp64 [b, 2].
+
+        Of divided sequences it is this rank's contribution.
+        """
+        exact = self.losses.double()
+        counts = torch.ones_like(exact) if self.counts is None else self.counts.double()
+        return torch.stack([(exact * counts).sum(1), counts.sum(1)], 1)
+
     def by_position(self) -> Tensor:
         """Return the sum and the number of the losses [b, s/cp] that count, by position.
 
@@ -91,12 +101,49 @@ Losses = dict[str, LossTerm]
 
 
 def loss_sums(losses: Losses) -> Tensor:
-    """Return the sum and the number of the values of each loss, then of `lm_loss` by position.
+    """Return the sum and the number of the values of each loss, and of `lm_loss` by position.
 
-    fp64 [terms + POSITION_BUCKETS, 2].
+    Then come the sums of `lm_loss` by sample: fp64 [terms + POSITION_BUCKETS + b, 2].
     """
     totals = [term.total() for term in losses.values()]
-    return torch.cat([torch.stack(totals), losses[LM_LOSS].by_position()])
+    term = losses[LM_LOSS]
+    return torch.cat([torch.stack(totals), term.by_position(), term.by_sample()])
+
+
+@dataclass(frozen=True)
+class SampleSources:
+    """Sources of the samples of a rank's micro batches."""
+
+    numbers: Tensor
+    """Number of the source of each sample, i64, on any device."""
+    count: int
+    """Number of sources."""
+
+
+class LossTotals:
+    """Sums of the losses of several micro batches.
+
+    Attributes:
+        total: fp64 [terms + POSITION_BUCKETS + sources, 2]: sum and number of the values of each
+            loss, of `lm_loss` by position, and of `lm_loss` by source.
+    """
+
+    def __init__(self, terms: int, sources: SampleSources | None, device: torch.device) -> None:
+        self._rows = terms + POSITION_BUCKETS
+        rows = self._rows + (0 if sources is None else sources.count)
+        self.total = torch.zeros(rows, 2, dtype=torch.float64, device=device)
+        self._numbers = (
+            None if sources is None else self._rows + sources.numbers.to(device, non_blocking=True)
+        )
+        self._samples = 0
+
+    def add(self, sums: Tensor) -> None:
+        """Add the result of `loss_sums` of the next micro batch."""
+        rows, stop = self._rows, self._samples + len(sums) - self._rows
+        self.total[:rows] += sums[:rows]
+        if self._numbers is not None:
+            self.total.index_add_(0, self._numbers[self._samples : stop], sums[rows:])
+        self._samples = stop
 
 
 class Model(nn.Module, ABC):
@@ -223,6 +270,11 @@ class Model(nn.Module, ABC):
     def _spanned(self) -> bool:
         """True if attention takes spans without a dense mask."""
         return self.kernels.spanned and not (self.training and self.model.attention_dropout)
+
+    @property
+    def _blocked(self) -> bool:
+        """True if the spans must have blocks, and may have ALiBi's slopes."""
+        return self._spanned and self.kernels.blocked
 
     @property
     def _embeds(self) -> bool:

@@ -121,6 +121,7 @@ class BertModel(Model):
         length = inputs.tokens.shape[1]
         mask = attention_mask(
             spanned=self._spanned,
+            blocked=self._blocked,
             queries=length,
             keys=length,
             causal=False,

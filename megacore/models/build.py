@@ -1,6 +1,7 @@
 """Construction of models: with initial weights from a configuration, or bare from a checkpoint."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megacore.config.spec import ModelSpec
 from megacore.kernels.choice import Kernels
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
-from megacore.models.init import initialize
+from megacore.models.init import initialize, without_memory
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
 
@@ -25,6 +26,7 @@ def build_model(
     chunk: ModelChunk | None = None,
     kernels: Kernels | None = None,
     initial_weights: bool = True,
+    stored: bool = True,
 ) -> Model:
     """Build the model of a run in fp32, with initial weights that do not depend on the layout.
 
@@ -37,6 +39,7 @@ def build_model(
         chunk: part of the model to build; None means the whole model.
         kernels: kernels to compute with; None means plain torch.
         initial_weights: initialize the parameters; otherwise they are left uninitialized.
+        stored: allocate the parameters; otherwise they have shapes and no memory.
 
     Raises:
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -46,23 +49,24 @@ def build_model(
     options: dict[str, Any] = (
         {"sentence_task": config.data.masked_lm.sentence_task} if config.family == "bert" else {}
     )
-    model = _class_of(config.family)(
-        spec.model,
-        padded_vocab_size=spec.padded_vocab_size,
-        max_position_embeddings=spec.max_position_embeddings,
-        chunk=chunk,
-        recompute=train.recompute,
-        recompute_num_layers=train.recompute_num_layers,
-        label_smoothing=train.label_smoothing,
-        z_loss=train.z_loss,
-        kernels=kernels,
-        tp=mesh.tensor_parallel,
-        sequence_parallel=config.parallel.sequence_parallel,
-        cp=mesh.context_parallel,
-        device=device,
-        **options,
-    )
-    if initial_weights and torch.device(device).type != "meta":
+    with nullcontext() if stored else without_memory():
+        model = _class_of(config.family)(
+            spec.model,
+            padded_vocab_size=spec.padded_vocab_size,
+            max_position_embeddings=spec.max_position_embeddings,
+            chunk=chunk,
+            recompute=train.recompute,
+            recompute_num_layers=train.recompute_num_layers,
+            label_smoothing=train.label_smoothing,
+            z_loss=train.z_loss,
+            kernels=kernels,
+            tp=mesh.tensor_parallel,
+            sequence_parallel=config.parallel.sequence_parallel,
+            cp=mesh.context_parallel,
+            device=device,
+            **options,
+        )
+    if initial_weights and stored and torch.device(device).type != "meta":
         initialize(model, spec, seed=config.seed)
     return model
 

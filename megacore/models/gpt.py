@@ -50,7 +50,7 @@ class GPTModel(Model):
         position_ids: Tensor | None = None,
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        last_only: bool = False,
+        last: int | None = None,
     ) -> Tensor:
         """Return the whole model's logits of the next token, gathered over the ranks.
 
@@ -60,10 +60,10 @@ class GPTModel(Model):
             present: bool mask [b, s], False for padding. With a cache, s includes its tokens.
             cache: keys and values of the previous tokens; those of `tokens` are added. None if
                 rotations depend on the length of the sequence, beyond `same_up_to` tokens.
-            last_only: compute only the logits of the last token.
+            last: number of tokens at the end whose logits are computed; None means all.
 
         Returns:
-            Logits [b, s, v], or [b, 1, v] of the last token.
+            Logits [b, s, v], or [b, last, v].
         """
         assert self.has_embedding
         assert self.has_head
@@ -74,9 +74,9 @@ class GPTModel(Model):
         hidden = self.encoder(hidden, shared=shared)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        if last_only:
+        if last is not None:
             assert not self.encoder.sequence_parallel, "every rank has other positions"
-            hidden = hidden[:, -1:]
+            hidden = hidden[:, -last:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 
     def loss(self, tokens: Tensor, labels: Tensor, *, dropout_seed: int | None = None) -> Tensor:
@@ -102,7 +102,7 @@ class GPTModel(Model):
         if self.has_embedding:
             assert inputs is not None
             local = self._local_positions(inputs)
-            hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=local)
+            hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=local, cp=self.cp)
         assert hidden is not None
         documents = None if inputs is None else inputs.documents
         length = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
@@ -154,7 +154,9 @@ class GPTModel(Model):
             spans = Spans.of(
                 length, length, causal=True, device=device, documents=documents, window=window
             ).at(queries)
-            return (None, spans) if self._spanned else (spans.bias(length, like.dtype), None)
+            if not self._spanned:
+                return spans.bias(length, like.dtype), None
+            return None, spans.blocked(len(queries), length) if self._blocked else spans
 
         if model.window_attn_skip_freq is None:
             return Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
@@ -193,6 +195,8 @@ class GPTModel(Model):
         mask = partial(
             attention_mask,
             spanned=self._spanned,
+            blocked=self._blocked and cache is None,
+            softcapped=model.attn_logit_softcapping is not None,
             queries=queries,
             keys=keys,
             causal=True,

@@ -1,10 +1,12 @@
 """Initial weights, which depend on the seed and on global names but not on the layout."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
@@ -36,13 +38,36 @@ def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     vocabulary are drawn after the others, so that the values of the others do not depend on the
     amount of padding.
     """
-    divided = partitions(model)
+    initial = initial_weights(model, spec, seed=seed)
     for name, parameter in model.named_parameters():
-        parameter.copy_(
-            initial_weight(
-                name, tuple(parameter.shape), spec, seed=seed, partition=divided.get(name)
-            )
-        )
+        parameter.copy_(initial(name))
+
+
+def initial_weights(model: nn.Module, spec: ModelSpec, *, seed: int) -> Callable[[str], Tensor]:
+    """Return the function from a parameter's name to its initial values, see `initialize`.
+
+    They are fp32 on the CPU, of the shape that this rank's parameter has.
+    """
+    divided = partitions(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return lambda name: initial_weight(
+        name, shapes[name], spec, seed=seed, partition=divided.get(name)
+    )
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Free the memory of every parameter that is created in this context, but not its shape."""
+
+    def free(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter.untyped_storage().resize_(0)
+
+    handle = register_module_parameter_registration_hook(free)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def initial_weight(

@@ -1,6 +1,7 @@
 """The chunks of a model on one rank, and the passes of micro batches through them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import tee
 
 import torch
@@ -11,9 +12,12 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
-from megacore.models.base import POSITION_BUCKETS, Losses, loss_sums
+from megacore.models.base import Losses, LossTotals, SampleSources, loss_sums
 from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
+from megacore.models.init import initial_weights
 from megacore.models.inputs import input_rules
+from megacore.models.layers.transformer import TransformerLayer
 from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import parameter_count
 from megacore.optim.muon import RowParts
@@ -44,6 +48,7 @@ class Stage:
         device: torch.device | str = "cpu",
         kernels: Kernels | None = None,
         initial_weights: bool = True,
+        stored: bool = True,
     ) -> None:
         """Build the chunks with initial weights that do not depend on the layout.
 
@@ -55,6 +60,8 @@ class Stage:
             device: device of the parameters.
             kernels: kernels to compute with; None means plain torch.
             initial_weights: initialize the parameters; otherwise they are left uninitialized.
+            stored: allocate the parameters; otherwise the engine does, and fills them with
+                `initial_weights`.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the
@@ -62,8 +69,11 @@ class Stage:
         """
         self.mesh = mesh
         self.kernels = kernels or plain_kernels()
-        self.parameter_count = parameter_count(ModelSpec.of(config, vocab_size))
+        self._spec = ModelSpec.of(config, vocab_size)
+        self.parameter_count = parameter_count(self._spec)
         """Number of parameters of the whole model."""
+        self.stored = stored
+        """True if the parameters have memory."""
         self.rules = input_rules(config, special_tokens)
         self._config = config
         stages = mesh.pipeline_parallel
@@ -79,6 +89,7 @@ class Stage:
                 chunk=part,
                 kernels=kernels,
                 initial_weights=initial_weights,
+                stored=stored,
             )
             for part in local_chunks
         ]
@@ -94,6 +105,16 @@ class Stage:
         }
 
     @property
+    def initial_weights(self) -> dict[str, Callable[[], Tensor]]:
+        """Functions that return the initial values of this rank's parameters, fp32 on the CPU."""
+        return {
+            name: partial(initial, name)
+            for chunk in self.chunks
+            for initial in [initial_weights(chunk, self._spec, seed=self._config.seed)]
+            for name in dict(chunk.named_parameters())
+        }
+
+    @property
     def partitions(self) -> dict[str, Partition]:
         """Partitions of the parameters that are divided over tensor-parallel ranks."""
         return {name: part for chunk in self.chunks for name, part in partitions(chunk).items()}
@@ -104,6 +125,20 @@ class Stage:
         return {
             name: parts for chunk in self.chunks for name, parts in layer_matrices(chunk).items()
         }
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Modules whose weights nothing else uses, in the order of their forward passes.
+
+        They are the layers, and a GPT's embedding if the head has separate weights. T5 embeds
+        twice.
+        """
+        modules: list[nn.Module] = []
+        for chunk in self.chunks:
+            if isinstance(chunk, GPTModel) and chunk.has_embedding and chunk.output_layer:
+                modules.append(chunk.embedding)
+            modules += [each for each in chunk.modules() if isinstance(each, TransformerLayer)]
+        return modules
 
     @property
     def shared_parameters(self) -> dict[str, ParallelGroup]:
@@ -201,19 +236,25 @@ class Stage:
         return work.losses
 
     @torch.inference_mode()
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
         """Return, for each loss, the sum and the number of the values that count, without dropout.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
                 `reads_tokens`.
             sizes: samples (b) of each micro batch.
+            sources: sources of all samples; None for no losses by source.
 
         Returns:
-            fp64 [terms + POSITION_BUCKETS, 2]: the losses in the order of `loss_names`, then
-            `lm_loss` by position; zeros on all stages but the last.
+            fp64 [terms + POSITION_BUCKETS + sources, 2]: the losses in the order of `loss_names`,
+            then `lm_loss` by position and by source; zeros on all stages but the last.
         """
-        work = _Scoring(self, batches)
+        work = _Scoring(self, batches, sources)
         for chunk in self.chunks:
             chunk.eval()
         try:
@@ -324,17 +365,23 @@ class _Training(_Work):
 
 
 class _Scoring(_Work):
-    def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
+    def __init__(
+        self, stage: Stage, batches: Iterator[Tensor], sources: SampleSources | None
+    ) -> None:
         super().__init__(stage, batches)
-        rows = len(stage.loss_names) + POSITION_BUCKETS
-        self.total = torch.zeros(rows, 2, dtype=torch.float64, device=stage.device)
+        self._totals = LossTotals(len(stage.loss_names), sources, stage.device)
+
+    @property
+    def total(self) -> Tensor:
+        """Sums of all losses so far."""
+        return self._totals.total
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         """Return the chunk's hidden states, or the sums of all losses so far."""
         output = self._run(chunk, hidden, None)
         if isinstance(output, Tensor):
             return output
-        self.total += loss_sums(output)
+        self._totals.add(loss_sums(output))
         return self.total
 
     def backward(

@@ -167,6 +167,7 @@ class T5Model(Model):
         length = inputs.decoder_tokens.shape[1]
         memory_bias, memory_spans = attention_mask(
             spanned=self._spanned,
+            blocked=self._blocked and cache is None,
             queries=length,
             keys=inputs.tokens.shape[1],
             causal=False,

@@ -46,7 +46,7 @@ class Removable:
 
 
 def stale_temporaries(workspace: Workspace) -> list[Removable]:
-    """Return the temporaries of builds and checkpoint saves that died.
+    """Return the temporaries of builds, merges and checkpoint saves that died.
 
     Temporaries of live processes are locked and left out.
     """
@@ -67,7 +67,31 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
                 continue
             if parts and not is_locked(owner):
                 removables += [_removable(part, reason, owner) for part in parts]
-    return removables
+    return removables + _merged_shards(workspace)
+
+
+def _merged_shards(workspace: Workspace) -> list[Removable]:
+    """Return the shards of complete token files, which a kill between merge and deletion leaves.
+
+    There are none if a manifest cannot be read, since its files may be those of the shards.
+    """
+    try:
+        manifests = dict(_manifests(workspace.root / FOLDERS["tokenize"]))
+    except WorkspaceError:
+        return []
+    merged = [(each.parameters, each.inputs) for each in manifests.values()]
+    return [
+        _removable(path, "shard of token files that are complete", path)
+        for path, shard in manifests.items()
+        if shard.stage == "tokenize-shard"
+        and (_without_segments(shard.parameters), shard.inputs) in merged
+        and not is_locked(path)
+        and not _is_linked(workspace, path)
+    ]
+
+
+def _without_segments(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name != "segments"}
 
 
 def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
@@ -160,6 +160,39 @@ def step_flops(
     )
     return samples * (
         3 * forward + layers * layer_recompute + decoder_layers * decoder_layer_recompute
+    )
+
+
+LARGE, WIDE = 512, 2
+"""Rows, and ratio of columns to rows, from which `megacore.optim.muon` treats a matrix as large and
+as wide."""
+
+
+class MatrixProducts(NamedTuple):
+    """Products [rows, inner] x [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+    times: int
+    """Number of these products."""
+    symmetric: bool
+    """True if the results are symmetric, of which a CPU computes little more than a half."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of complete products."""
+        return 2.0 * self.rows * self.inner * self.columns * self.times
+
+
+def newton_schulz_products(rows: int, columns: int) -> tuple[MatrixProducts, ...]:
+    """Return the products of `megacore.optim.muon.newton_schulz` of one matrix."""
+    short, long = sorted((rows, columns))
+    outer, inner = (2, 14) if short >= LARGE and long >= WIDE * short else (5, 5)
+    return (
+        MatrixProducts(short, long, short, outer, symmetric=True),
+        MatrixProducts(short, short, short, inner, symmetric=True),
+        MatrixProducts(short, short, long, outer, symmetric=False),
     )
 
 

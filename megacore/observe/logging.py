@@ -86,13 +86,17 @@ class StepReport:
     """Peak memory of this rank in MiB: allocated on a GPU, resident on a CPU."""
     further_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of further minimized losses by name, such as `sop_loss`, in nats per sample."""
+    by_source: Sequence[Mapping[str, Any]] = ()
+    """Estimates of the minimized loss of each source of a blend, with source, loss, error and
+    samples."""
 
     @property
     def event(self) -> dict[str, Any]:
-        """Values of a step event."""
+        """Values of a step event; `by_source` only of a blend."""
         values = asdict(self)
         further = values.pop("further_losses")
-        return {**values, **further}
+        by_source = values.pop("by_source")
+        return {**values, **further, **({"by_source": list(by_source)} if by_source else {})}
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,12 @@ def validation_line(iteration: int, losses: Mapping[str, float]) -> str:
     values = [f"lm loss value: {lm_loss[1]:.6E}", f"lm loss PPL: {perplexity(lm_loss[1]):.6E}"]
     values += [f"{display_name(name)} value: {loss:.6E}" for name, loss in further]
     return f" validation loss at iteration {iteration} | {' | '.join(values)} | "
+
+
+def source_line(title: str, losses: Sequence[Mapping[str, Any]]) -> str:
+    """Return the log line of losses by source."""
+    values = (f"{each['source']}: {each['loss']:.6E}" for each in losses)
+    return f" {title} by source | {' | '.join(values)} | "
 
 
 def perplexity_line(iteration: int, loss: float, *, samples: int, seconds: float) -> str:

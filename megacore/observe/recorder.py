@@ -15,6 +15,7 @@ from megacore.observe.logging import (
     logger,
     perplexity,
     perplexity_line,
+    source_line,
     step_line,
     time_line,
     validation_line,
@@ -78,6 +79,8 @@ class Recorder:
         if not self._events:
             return
         logger.info(step_line(report))
+        if report.by_source:
+            logger.info(source_line("estimated training loss", report.by_source))
         logger.info(time_line(milliseconds))
         self._events.write("step", **report.event, phase_ms=dict(milliseconds))
         if self._board:
@@ -102,14 +105,20 @@ class Recorder:
         samples: int,
         consumed_samples: int,
         consumed_tokens: int,
+        by_source: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record one validation; `losses` are by name, `lm_loss` first."""
+        """Record one validation; `losses` are by name, `lm_loss` first.
+
+        `by_source` has source, loss and tokens of each source of a blend.
+        """
         if not self._events:
             return
         line = validation_line(iteration, losses)
         logger.info("-" * len(line))
         logger.info(line)
         logger.info("-" * len(line))
+        if by_source:
+            logger.info(source_line("validation loss", by_source))
         self._events.write(
             "evaluation",
             iteration=iteration,
@@ -117,6 +126,7 @@ class Recorder:
             consumed_tokens=consumed_tokens,
             **losses,
             samples=samples,
+            **_by_source(by_source),
         )
         if self._board:
             tags = {f"{display_name(name)} validation": loss for name, loss in losses.items()}
@@ -132,16 +142,20 @@ class Recorder:
         seconds: float,
         consumed_samples: int,
         consumed_tokens: int,
-        by_position: Sequence[Mapping[str, float]] = (),
+        by_position: Sequence[Mapping[str, float | None]] = (),
+        by_source: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Record `valid_loss` and `valid_ppl` of the weights after an iteration.
 
-        `by_position` has start, loss and tokens of each range of positions.
+        `by_position` has start, loss and tokens of each range of positions, `by_source` has source,
+        loss and tokens of each source of a blend.
         """
         if not self._events:
             return
         ppl = perplexity(loss)
         logger.info(perplexity_line(iteration, loss, samples=samples, seconds=seconds))
+        if by_source:
+            logger.info(source_line("valid_loss", by_source))
         self._events.write(
             "perplexity",
             iteration=iteration,
@@ -151,10 +165,8 @@ class Recorder:
             valid_ppl=ppl,
             samples=samples,
             seconds=seconds,
-            by_position=[
-                {name: value if math.isfinite(value) else None for name, value in row.items()}
-                for row in by_position
-            ],
+            by_position=by_position,
+            **_by_source(by_source),
         )
         if self._board:
             self._board.scalars({"valid_loss": loss, "valid_ppl": ppl}, iteration)
@@ -178,6 +190,16 @@ class Recorder:
     ) -> None:
         """Close the files."""
         self.close()
+
+
+def _by_source(losses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the field of an event with losses by source; none for a single source."""
+    if not losses:
+        return {}
+    rows = [
+        {**each, "loss": each["loss"] if math.isfinite(each["loss"]) else None} for each in losses
+    ]
+    return {"by_source": rows}
 
 
 def check_tensorboard() -> None:

@@ -7,20 +7,19 @@ in fp32 only its shard of every bucket, and all replicas gather the weights. Thi
 bytes as an all-reduce of the gradients.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
+from megacore.data_parallel.gather import FlatWeights
 from megacore.data_parallel.grad_sync import (
     Bucket,
     GradSync,
-    Piece,
-    start_all_gather_,
     sum_of_ranks,
 )
 from megacore.kernels.adamw import AdamTensors, Hyperparameters
@@ -34,6 +33,8 @@ EPSILON = 1e-6
 KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
 """Field of a main weight for each prefix of names in a checkpoint."""
 NO_NAMES: frozenset[str] = frozenset()
+Initial = Mapping[str, Callable[[], Tensor]]
+"""Functions that return the initial values of parameters by name, fp32."""
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -151,27 +152,42 @@ class ShardedWeights:
         bucket: Bucket,
         dtype: torch.dtype,
         single: Collection[str] = NO_NAMES,
+        initial: Initial | None = None,
     ) -> None:
         """Move a bucket's fp32 parameters into a flat buffer, cast to `dtype`.
 
-        The parameters in `single` have only one moment.
+        The parameters in `single` have only one moment. With `initial`, the parameters have no
+        memory yet, and this rank holds one of them at a time in fp32.
         """
-        self._replicas = sync.mesh.data_context_parallel
-        device = bucket.buffer.device
-        self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
-        shard = self._buffer[bucket.shard.start : bucket.shard.stop]
+        self.flat = FlatWeights(
+            bucket.layout.length,
+            bucket.shard,
+            sync.mesh.data_context_parallel,
+            dtype,
+            bucket.reduced.device,
+        )
+        """Weights in the compute type."""
+        self.unit = bucket.unit
+        """Number of the unit that the weights belong to."""
+        pieces = {piece.name: piece for piece in bucket.layout.within(bucket.shard)}
+        runs = []
+        for whole in bucket.layout.pieces:
+            parameter = sync.parameters[whole.name]
+            values = initial[whole.name]() if initial else parameter.data
+            view = whole.of(self.flat.buffer).view(parameter.shape)
+            view.copy_(values)
+            parameter.data = view
+            if piece := pieces.get(whole.name):
+                runs.append(values.flatten()[piece.start : piece.start + piece.length].clone())
+        if sync.sharding.divides("parameters"):
+            self.flat.divide()
+        shard = self.flat.shard
         # The weights of an fp32 model are the main weights.
         is_fp32 = dtype == torch.float32
         main = shard if is_fp32 else torch.zeros_like(shard, dtype=torch.float32)
         exp_avg = torch.zeros_like(main)
-        pieces = list(bucket.layout.within(bucket.shard))
-        for piece in pieces:
-            piece.of(main).copy_(_run(sync.parameters[piece.name], piece))
-        for piece in bucket.layout.pieces:
-            parameter = sync.parameters[piece.name]
-            view = piece.of(self._buffer).view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
+        for piece, run in zip(pieces.values(), runs, strict=True):
+            piece.of(main).copy_(run)
         self.weights = [
             MainWeight(
                 part.name,
@@ -182,16 +198,14 @@ class ShardedWeights:
                 None if part.name in single else torch.zeros_like(part.of(main)),
                 None if is_fp32 else part.of(shard),
             )
-            for part in pieces
+            for part in pieces.values()
         ]
 
     def publish(self) -> Pending:
-        """Start gathering the other ranks' shards."""
-        return start_all_gather_(self._buffer, self._replicas)
-
-
-def _run(parameter: nn.Parameter, piece: Piece) -> Tensor:
-    return parameter.data.flatten()[piece.start : piece.start + piece.length]
+        """Start gathering the other ranks' shards, which divided weights do when they are used."""
+        if self.flat.divided:
+            return Pending(SINGLE_RANK, (), lambda: self.flat.shard)
+        return self.flat.start_gather()
 
 
 class MainWeightAdamW:
@@ -218,6 +232,7 @@ class MainWeightAdamW:
         kernels: Kernels | None = None,
         *,
         single: Collection[str] = NO_NAMES,
+        initial: Initial | None = None,
     ) -> None:
         """Take the parameters of this rank's model chunks and cast them to the compute type.
 
@@ -229,6 +244,8 @@ class MainWeightAdamW:
                 named are whole on each rank.
             kernels: implementation of the operations; None is plain torch.
             single: parameters with only one moment, which a subclass updates.
+            initial: initial values of the parameters, which then have no memory yet; only for a
+                distributed optimizer.
         """
         kernels = kernels or plain_kernels()
         self._adamw, self._sum_of_squares = kernels.optimizer, kernels.sum_of_squares
@@ -237,7 +254,7 @@ class MainWeightAdamW:
         self._syncs = tuple(syncs)
         self._mesh = self._syncs[0].mesh
         self._replicas = self._mesh.data_parallel.size
-        self._device = self._syncs[0].buckets[0].buffer.device
+        self._device = self._syncs[0].buckets[0].reduced.device
         self._counted = [run for sync in self._syncs for run in self._counted_runs(sync)]
         parameters = [item for sync in self._syncs for item in sync.parameters.items()]
         self._decaying = frozenset(
@@ -247,7 +264,7 @@ class MainWeightAdamW:
         for sync in self._syncs:
             if sync.sharded:
                 self._parts += [
-                    ShardedWeights(sync, bucket, dtype, single) for bucket in sync.buckets
+                    ShardedWeights(sync, bucket, dtype, single, initial) for bucket in sync.buckets
                 ]
             else:
                 self._parts.append(WholeWeights(sync, dtype, single))
@@ -320,6 +337,15 @@ class MainWeightAdamW:
                     main.target.copy_(main.weight)
         for work in [part.publish() for part in self._parts]:
             work.wait()
+
+    @property
+    def divided(self) -> dict[int, list[FlatWeights]]:
+        """Weights that are gathered only while they are used, by the number of their unit."""
+        units: dict[int, list[FlatWeights]] = {}
+        for part in self._parts:
+            if isinstance(part, ShardedWeights) and part.flat.divided:
+                units.setdefault(part.unit, []).append(part.flat)
+        return units
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Return the main weights and moments under the names and shapes of a checkpoint.

@@ -5,10 +5,13 @@ chunks of equal length, and rank r has the chunks r and 2 cp - 1 - r: every rank
 same number of scores (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megacore.parallel.mesh import ParallelGroup
+from megacore.kernels.dropout import SequencePart
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 
 
 def positions_of_rank(length: int, cp: ParallelGroup, device: torch.device) -> Tensor:
@@ -34,9 +37,49 @@ def part_of_rank(x: Tensor, cp: ParallelGroup) -> Tensor:
     return torch.cat([x[:, each.start : each.stop] for each in chunks_of_rank(x.shape[1], cp)], 1)
 
 
+def dropout_part(
+    tokens: int, cp: ParallelGroup, sequence_parallel: ParallelGroup = SINGLE_RANK
+) -> tuple[int, SequencePart | None]:
+    """Return whose dropout this rank's tokens have without context parallelism.
+
+    With sequence parallelism each tensor-parallel rank draws the numbers of its s/t consecutive
+    tokens. With both, rank j of t has an equal part of one of the two chunks (t is even), which
+    lies within the tokens that one rank has without context parallelism.
+
+    Args:
+        tokens: tokens of a sequence on this rank, s/cp or s/(cp t).
+        cp: ranks that divide the sequences.
+        sequence_parallel: ranks that divide the tokens further.
+
+    Returns:
+        The tensor-parallel rank that draws, and the part of its tokens; None if it is the whole.
+    """
+    divided = sequence_parallel.size
+    if cp.size == 1:
+        return sequence_parallel.rank, None
+    length = tokens * cp.size * divided
+    chunks = chunks_of_rank(length, cp)
+    if divided == 1:
+        return 0, SequencePart(length, tuple((each.start, each.stop) for each in chunks))
+    assert divided % 2 == 0, "a part of an odd number of ranks is in two chunks"
+    index, within = divmod(sequence_parallel.rank, divided // 2)
+    rank, start = divmod(chunks[index].start + within * tokens, length // divided)
+    return rank, SequencePart(length // divided, ((start, start + tokens),))
+
+
 def in_order(parts: Tensor) -> Tensor:
     """Join the ranks' parts [cp, ..., s/cp, d] to whole sequences [..., s, d]."""
-    *outer, length, size = parts.shape
-    chunks = parts.view(*outer, 2, length // 2, size).movedim(0, -3)  # [..., 2, cp, s/(2 cp), d]
-    first, second = chunks.unbind(-4)
-    return torch.cat([first, second.flip(-3)], -3).flatten(-3, -2)
+    halves = [part.chunk(2, -2) for part in parts.unbind(0)]
+    chunks = [first for first, _ in halves] + [second for _, second in reversed(halves)]
+    return torch.cat(chunks, -2)
+
+
+def into_parts(sequences: Sequence[Tensor], cp: ParallelGroup) -> Tensor:
+    """Stack whole sequences [..., s, d] by the ranks that have them: [cp, n, ..., s/cp, d]."""
+    *outer, length, size = sequences[0].shape
+    parts = sequences[0].new_empty(cp.size, len(sequences), *outer, length // cp.size, size)
+    for number, whole in enumerate(sequences):
+        chunks = whole.chunk(2 * cp.size, -2)
+        for rank in range(cp.size):
+            torch.cat([chunks[rank], chunks[-1 - rank]], -2, out=parts[rank, number])
+    return parts

@@ -33,13 +33,12 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stable_seed("parameter", seed, name))
 
 
-def micro_batch_seed(seed: int, first_sample: int, part: int = 0) -> int:
+def micro_batch_seed(seed: int, first_sample: int) -> int:
     """Return the `dropout_seed` of one micro batch; a resume needs no saved generator state.
 
-    It depends on the run's seed, on the number of the micro batch's first sample and, if ranks
-    divide the sequences, on the part, but not on the time of the computation.
+    It depends only on the run's seed and on the number of the micro batch's first sample.
     """
-    return stable_seed("micro batch", seed, first_sample, *([part] if part else []))
+    return stable_seed("micro batch", seed, first_sample)
 
 
 def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None) -> None:
@@ -149,18 +148,44 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def tensor_parallel_region(tp: ParallelGroup, tensor: Tensor) -> Iterator[None]:
+def tensor_parallel_region(
+    tp: ParallelGroup, tensor: Tensor, rank: int | None = None
+) -> Iterator[None]:
     """Make random numbers in the body differ between tensor-parallel ranks.
 
     This is for activations on the device of `tensor`. Outside, the ranks draw the same numbers, as
     replicated activations require. The inner seed is drawn from the outer generator, so the same
     outer seed also repeats the inner numbers.
+
+    Args:
+        tp: tensor-parallel ranks.
+        tensor: an activation.
+        rank: number of the rank whose numbers this one draws; None means its own.
     """
     if tp.size == 1:
         yield
         return
+    with _region("tensor parallel region", tp.rank if rank is None else rank, tensor):
+        yield
+
+
+@contextmanager
+def context_parallel_region(cp: ParallelGroup, tensor: Tensor) -> Iterator[None]:
+    """Make random numbers in the body differ between ranks that divide the sequences.
+
+    This is for kernels that draw in an order of their own. See `tensor_parallel_region`.
+    """
+    if cp.size == 1:
+        yield
+        return
+    with _region("context parallel region", cp.rank, tensor):
+        yield
+
+
+@contextmanager
+def _region(name: str, rank: int, tensor: Tensor) -> Iterator[None]:
     shared = int(torch.randint(2**62, (), dtype=torch.int64))
     devices = [tensor.device] if tensor.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _seed(stable_seed("tensor parallel region", shared, tp.rank))
+        _seed(stable_seed(name, shared, rank))
         yield

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 from megacore.config.deepspeed import user_settings_of
 from megacore.config.run import RunConfig
-from megacore.hardware import cpu_runs_kernels
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, build_schedule
 
@@ -21,6 +20,8 @@ _LOSS_BLOCK = 1 << 25
 """Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
 _SPAN = 8
 """Bytes of a query's first and last visible key."""
+_BLOCK, _LISTS = 128, 16
+"""Tokens of a block of FlexAttention, and bytes of a block in all lists of blocks."""
 _AHEAD = 2
 """Number of messages that `megacore.pipeline_parallel.executor` receives in advance."""
 _schedule = lru_cache(maxsize=16)(build_schedule)
@@ -161,7 +162,12 @@ class Activations:
         return activations + again, losses
 
     def peak(
-        self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int, logits: int
+        self,
+        chunks: Sequence[ModelChunk],
+        stage: int,
+        micro_batches: int,
+        logits: int,
+        buffers: tuple[int, int] = (0, 0),
     ) -> int:
         """Return the peak bytes of forward and backward passes of a stage on a GPU.
 
@@ -176,6 +182,8 @@ class Activations:
             stage: number of the pipeline stage.
             micro_batches: number of micro batches of a step.
             logits: bytes of a micro batch's logits.
+            buffers: bytes of gathered weights and of gradients before their reduction, in forward
+                and in backward passes.
         """
         sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
         losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
@@ -192,9 +200,9 @@ class Activations:
             left -= receive
             if each.direction is Direction.FORWARD:
                 stored += sizes[each.chunk]
-                temporary, freed = losses[each.chunk], 0
+                temporary, freed = losses[each.chunk] + buffers[0], 0
             else:
-                temporary, freed = gradients[each.chunk], sizes[each.chunk]
+                temporary, freed = gradients[each.chunk] + buffers[1], sizes[each.chunk]
             peak = max(peak, stored + messages[min(_AHEAD, left)] + temporary)
             stored -= freed
         return peak
@@ -401,11 +409,13 @@ class Activations:
 
         On CPUs, torch has no fused attention with dropout or with a trained bias. It then stores
         the softmax and, with dropout, the mask and the product: fp32 [b, n/t, s, keys] each. With a
-        soft cap, no device has fused attention.
+        soft cap, only FlexAttention on GPUs is fused.
         """
         model = self.config.model
         trained = model.position_embedding_type == "relative"
         scores = tokens * model.num_attention_heads // self._tensor * keys
+        if self._blocked:
+            return 0
         if model.attn_logit_softcapping is not None:
             return self._softcapped_bytes * scores
         if self.device_type == "cuda" or not (model.attention_dropout or trained):
@@ -464,29 +474,44 @@ class Activations:
                     len(chunk.decoder_layers) > 0
                 ) * decoder**2  # without the padding mask: the same for all samples
                 return elements * heads * self.element
-            case "alibi":
+            case "alibi" if not self._blocked:
                 samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1
                 return samples * heads * length**2 * self.element
         window = config.model.sliding_window
         windowed = window is not None and window < length
         # First and last visible key of each query, or a number for each query and key.
-        mask = _SPAN if self._spanned else length * self.element
+        mask = length * self.element
+        if self._spanned:
+            mask = _SPAN
+        elif self._blocked:
+            mask = _SPAN + _LISTS * length // _BLOCK**2
         if config.data.reset_attention_mask:
             alternates = config.model.window_attn_skip_freq and windowed
             return (2 if alternates else 1) * self.tokens * mask
         parts = self.config.parallel.context_parallel_size
         if parts > 1:
             return length // parts * mask
-        return length * mask if windowed else 0
+        alibi = config.model.position_embedding_type == "alibi"
+        return length * mask if windowed or alibi else 0
+
+    @property
+    def _blocked(self) -> bool:
+        """True if FlexAttention takes masks as spans in blocks: in compiled layers on GPUs."""
+        config = self.config
+        return (
+            self.device_type == "cuda"
+            and config.engine == "native"
+            and config.train.compile != "off"
+            and config.train.kernels.attention != "plain"
+            and not config.model.attention_dropout
+            and config.model.head_dim >= 16
+        )
 
     @property
     def _spanned(self) -> bool:
-        """True if the attention kernel takes masks as spans: the one of CPUs with AVX-512."""
-        half = "fp16" if self.config.train.precision == "fp16" else "bf16"
+        """True if the attention kernel takes masks as spans: on CPUs."""
         return (
             self.device_type == "cpu"
-            and cpu_runs_kernels("fp32" if self.element == 4 else half)
-            and self.config.train.kernels.attention != "plain"
             and self.config.model.attn_logit_softcapping is None
             and not self.config.model.attention_dropout
         )

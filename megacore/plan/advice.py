@@ -18,6 +18,7 @@ from megacore.config.deepspeed import (
     user_settings_of,
     zero_of,
 )
+from megacore.config.parallel import ZERO_STAGES
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
@@ -254,13 +255,16 @@ def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
 
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     """Yield changes that use more of ZeRO and offload, from small to large."""
-    if config.engine == "native" and not config.parallel.use_distributed_optimizer:
-        yield _Change("zero", {"parallel.use_distributed_optimizer": True})
     zero, most = zero_of(config), 3 if config.parallel.pipeline_model_parallel_size == 1 else 1
     asked = user_settings_of(config) if config.engine == "deepspeed" else None
-    first = zero.stage + 1 if asked else max(2, zero.stage + 1)
-    for stage in range(first, most + 1):
-        yield _Change("zero", _asking(config.deepspeed, asked, {_STAGE: stage}))
+    native_most = 3 if config.parallel.pipeline_model_parallel_size == 1 else 2
+    for stage in range(zero.stage + 1, (most if asked else native_most) + 1):
+        yield _Change(
+            "zero",
+            _asking(config.deepspeed, asked, {_STAGE: stage})
+            if asked
+            else {"parallel.data_parallel_sharding": ZERO_STAGES[stage]},
+        )
     if not gpu:  # the CPU has only one memory
         return
     divided = max(most, zero.stage)

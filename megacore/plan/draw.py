@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.artifact.files import workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.pipeline_parallel.schedules import Direction, Span, Timeline
 from megacore.plan.memory import GIB
@@ -61,7 +62,7 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
         WorkspaceError: the file cannot be written.
     """
     check_drawable(path)
-    return _save(schedule_figure(timeline, name), path)
+    return save_figure(schedule_figure(timeline, name), path)
 
 
 def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
@@ -80,16 +81,16 @@ def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
         WorkspaceError: the file cannot be written.
     """
     check_drawable(path, "--chart")
-    return _save(search_figure(result, name), path)
+    return save_figure(search_figure(result, name), path)
 
 
-def _save(figure: "Figure", path: Path) -> Path:
-    """Write a figure. Raises WorkspaceError."""
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Write a figure and return its path. Raises WorkspaceError."""
     from matplotlib import rc_context
 
     try:
         # A fixed salt keeps the ids of equal pictures equal.
-        with rc_context({"svg.hashsalt": "megacore"}):
+        with workspace_errors(path), rc_context({"svg.hashsalt": "megacore"}):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         raise WorkspaceError(

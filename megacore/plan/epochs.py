@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.blend_schedule import blend_steps
 from megacore.config.data import DataConfig, Source
 from megacore.config.run import RunConfig
 from megacore.corpus.collect import describe
-from megacore.data.index_options import parse_split
+from megacore.data.blend import phases, targets, temperature_weights
+from megacore.data.index_options import WeightStep, parse_split
 
 MOST_EPOCHS = 4
 """Epochs up to which repeated data is nearly as good as new (Muennighoff et al. 2023, "Scaling
@@ -106,8 +108,10 @@ def estimated_epochs(config: RunConfig, tokens: Sequence[int], estimate: str) ->
     data = config.data
     share = 1.0 if data.split_blends is not None else parse_split(data.split_weights)[0]
     trained = _samples(config) * data.seq_length
-    weights = _weights(data)
-    drawn = [trained * weight / sum(weights) for weight in weights]
+    length = data.seq_length
+    steps = tuple(WeightStep(*step) for step in blend_steps(data))
+    parts = phases(_weights(data, tokens), steps, _samples(config))
+    drawn = [samples * length for samples in targets(parts)]
     return _epochs(
         config, trained, [int(share * each) for each in tokens], drawn, estimate=estimate
     )
@@ -117,13 +121,13 @@ def train_sources(data: DataConfig) -> tuple[Source, ...]:
     """Return the sources of the train split, in the order of their blend."""
     if data.source is not None:
         return (data.source,)
-    members = data.blend if data.split_blends is None else data.split_blends.train
-    return tuple(member.source for member in members or ())
+    return tuple(member.source for member in data.train_blend)
 
 
-def _weights(data: DataConfig) -> list[float]:
-    members = data.blend if data.split_blends is None else data.split_blends.train
-    return [member.weight for member in members] if members else [1.0]
+def _weights(data: DataConfig, tokens: Sequence[int]) -> list[float]:
+    if data.blend_temperature is not None:
+        return list(temperature_weights([max(1, each) for each in tokens], data.blend_temperature))
+    return [member.weight or 0.0 for member in data.train_blend] or [1.0]
 
 
 def _samples(config: RunConfig) -> int:

@@ -33,8 +33,8 @@ _FUSED_SOFTMAX = 4
 """Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""
 _TICK = 0.004
 """Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
-_NEWTON_SCHULZ = 5
-"""Iterations of `megacore.optim.muon.newton_schulz`."""
+_OWNERS_ROUNDS = 4
+"""Rounds of matrices whose messages overlap (`megacore.optim.muon.ROUNDS`)."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -119,7 +119,7 @@ class Iteration:
             messages=micro * sent,
             data=self.data(max(sizes), max(layers), makespan),
             embedding=self._shared_embedding(),
-            optimizer=self.optimizer(max(sizes), max(layers)) + self.newton_schulz(chunks),
+            optimizer=self.optimizer(max(sizes), max(layers)) + self.muon(chunks),
             other=0.0,
         )
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
@@ -322,9 +322,9 @@ class Iteration:
         # keys and values are gathered, and their gradients reduce-scattered
         context = Group(self.machine, self.layout.context, tensor, shared=True)
         gathered = context.gather(rates.element * 2 * shares.key_value * tokens * context.size)
-        forward = Pass(device, count * collective, gathered)
-        backward = Pass(back, count * collective, gathered)
-        again = {"none": Pass(), "selective": Pass(attention, 0.0, gathered)}.get(
+        forward = Pass(device, count * collective, gathered + self._copied(1 + context.size))
+        backward = Pass(back, count * collective, gathered + self._copied(context.size))
+        again = {"none": Pass(), "selective": Pass(attention, 0.0, forward.context)}.get(
             train.recompute, forward
         )
         restart = start if train.recompute == "full" else 0.0
@@ -333,6 +333,17 @@ class Iteration:
             backward=self._started(backward, start_back),
             recomputing=self._started(backward + again, start_back + restart),
         )
+
+    def _copied(self, parts: int) -> float:
+        """Return the seconds of copies of the keys and values of `parts` ranks, in another order.
+
+        Forward, those of the rank become one message, and those of all are put in order; backward,
+        the gradients of all are divided.
+        """
+        if self.layout.context == 1:
+            return 0.0
+        elements = 2 * self._widths.key_value * self.tokens * parts
+        return self.rates.stream(2.0 * self.rates.element * elements)
 
     def _started(self, work: Pass, host_us: float) -> Pass:
         """Return the time of a device's work that the host starts; a core starts its own."""
@@ -475,26 +486,48 @@ class Iteration:
             seconds += 24 * share / (offload.nvme_gbs * 1e9)
         return seconds
 
-    def newton_schulz(self, chunks: Sequence[ModelChunk]) -> float:
-        """Return the seconds of Muon's products on the slowest stage; 0 with AdamW.
+    def muon(self, chunks: Sequence[ModelChunk]) -> float:
+        """Return the seconds of Muon's products and messages on the slowest stage; 0 with AdamW.
 
-        Every tensor-parallel rank computes whole matrices; a distributed optimizer divides them
-        over the replicas.
+        Both are divided over tensor-parallel ranks and, with a distributed optimizer, replicas. On
+        a GPU the messages overlap with products, except those of one round.
         """
         if self.config.optim.name != "muon":
             return 0.0
-        model, stages = self.config.model, self.layout.pipeline
-        seconds = [0.0] * stages
-        for index, chunk in enumerate(chunks):
-            for shape, count in Counter(chunk_matrices(model, chunk)).items():
-                short, long = sorted(shape)
-                once = self.rates.product(short, short, long) + self.rates.product(
-                    short, short, short
-                )
-                once += self.rates.product(short, long, short)
-                seconds[index % stages] += _NEWTON_SCHULZ * count * once
-        divided = self.layout.data if zero_of(self.config).stage else 1
-        return max(seconds) / divided
+        stages = [chunks[stage :: self.layout.pipeline] for stage in range(self.layout.pipeline)]
+        times = [(self._newton_schulz(part), self._owners(part)) for part in stages]
+        if self.machine.core is not None:
+            return max(map(sum, times))
+        return max(
+            products + max(messages - products, messages / _OWNERS_ROUNDS)
+            for products, messages in times
+        )
+
+    @property
+    def _sharing(self) -> int:
+        """Replicas that share the matrices of Muon."""
+        return self._copies if zero_of(self.config).stage else 1
+
+    def _newton_schulz(self, chunks: Sequence[ModelChunk]) -> float:
+        """Return the seconds of a rank's part of the products for the matrices of chunks."""
+        shapes = Counter(
+            shape for part in chunks for shape in chunk_matrices(self.config.model, part)
+        )
+        seconds = sum(count * self.rates.newton_schulz(*shape) for shape, count in shapes.items())
+        return seconds / (self._sharing * self.layout.tensor)
+
+    def _owners(self, chunks: Sequence[ModelChunk]) -> float:
+        """Return the seconds in which matrices travel to their owners and back."""
+        tensor = self.layout.tensor
+        elements = sum(
+            rows * columns
+            for part in chunks
+            for rows, columns in chunk_matrices(self.config.model, part)
+        )
+        size = self.rates.element * elements / (tensor * self._sharing)
+        groups = Group(self.machine, self._sharing, tensor), Group(self.machine, tensor)
+        rounds = [_OWNERS_ROUNDS * group.gather(size / _OWNERS_ROUNDS) for group in groups]
+        return 2 * sum(rounds)
 
     def _shared_embedding(self) -> float:
         """Return the seconds in which the first and last stage sum a tied embedding's gradient."""

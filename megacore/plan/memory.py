@@ -1,17 +1,29 @@
 """Estimates of the memory that a rank needs for training: state, activations and buffers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacore.config.deepspeed import ZeroSettings, zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.models.parameters import chunk_matrices, chunk_sizes
+from megacore.data_parallel.sharding import Sharding
+from megacore.models.parameters import chunk_matrices, chunk_sizes, layer_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.plan.activations import Activations
-from megacore.plan.zero import ELEMENT_BYTES, Buffers, DeepSpeedMemory, ZeroBytes, zero_bytes
+from megacore.plan.zero import (
+    ELEMENT_BYTES,
+    Buffers,
+    DeepSpeedMemory,
+    ZeroBytes,
+    native_buffers,
+    zero_bytes,
+)
 
 GIB = 2**30
+_OWNERS_COPIES = (0, 8, 14)
+"""Quarters of a rank's share of Muon's matrices in buffers at once, for the number of groups that
+share them: in each of four overlapping rounds, sent, received and processed ones."""
 _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 """Resident memory of the interpreter with torch (measured), or size of a CUDA context with its
 libraries."""
@@ -44,8 +56,8 @@ class MemoryEstimate:
     process: int
     """Interpreter and libraries, or the CUDA context."""
     buffers: int = 0
-    """DeepSpeed's gradient buckets, and the weights that ZeRO stage 3 gathers or does not
-    divide."""
+    """Gradient buckets in addition to divided gradients, and the weights that ZeRO stage 3 gathers
+    or does not divide. Those of the native engine on a GPU are in `passes`."""
     step: int = 0
     """Buffers of DeepSpeed, or of Muon's owners, for the optimizer step, when the activations are
     freed."""
@@ -118,7 +130,11 @@ def estimate_stages(
         sizes = [size for chunk in stage_chunks for size in chunk_sizes(spec, chunk, tensor)]
         matrices = muon_elements(config, stage_chunks)
         state = _model_state(zero, deepspeed, sum(sizes), precision, copies, matrices)
-        extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
+        extra = (
+            deepspeed.buffers(sizes, data_parallel_size)
+            if deepspeed
+            else _native_buffers(config, spec, stage_chunks, sizes, element, copies)
+        )
         activations, losses = storage.stored(stage_chunks, stage, micro_batches)
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
         on_device, on_cpu = state.device, state.cpu
@@ -127,7 +143,8 @@ def estimate_stages(
         logits = storage.predictions * spec.padded_vocab_size // tensor * element
         passes = activations + losses * logits
         if device_type == "cuda":
-            passes = storage.peak(stage_chunks, stage, micro_batches, logits)
+            temporary = (0, 0) if deepspeed else (extra.gathered, extra.device)
+            passes = storage.peak(stage_chunks, stage, micro_batches, logits, temporary)
         if train.cuda_graphs:
             passes += storage.evaluation(logits)
         estimates.append(
@@ -142,13 +159,49 @@ def estimate_stages(
                 logits=losses * logits,
                 passes=passes + cpu_only * offloaded,
                 process=_PROCESS_BYTES[device_type],
-                buffers=extra.device + cpu_only * extra.cpu,
-                step=extra.step + _owned_bytes(zero.stage, matrices, precision, copies),
+                buffers=extra.device * (cpu_only or deepspeed is not None) + cpu_only * extra.cpu,
+                step=extra.step
+                + _owners_bytes(matrices, precision, copies if zero.stage else 1, tensor),
                 host=0 if cpu_only else on_cpu.total + extra.cpu + offloaded,
                 nvme=state.nvme.total,
             )
         )
     return tuple(estimates)
+
+
+def _native_buffers(
+    config: RunConfig,
+    spec: ModelSpec,
+    chunks: Sequence[ModelChunk],
+    sizes: Sequence[int],
+    element: int,
+    copies: int,
+) -> Buffers:
+    """Return the buffers of divided gradients and weights of a rank with these parameters."""
+    parallel = config.parallel
+    layers = {
+        decoder: layer_sizes(spec.model, parallel.tensor_model_parallel_size, decoder=decoder)
+        for decoder in (False, True)
+        if any(chunk.decoder_layers if decoder else chunk.layers for chunk in chunks)
+    }
+    counts = Counter(sizes)
+    for chunk in chunks:
+        for size in layers.get(False, ()):
+            counts[size] -= len(chunk.layers)
+        for size in layers.get(True, ()):
+            counts[size] -= len(chunk.decoder_layers)
+    model = spec.model
+    if spec.family == "gpt" and model.untie_embeddings_and_output_weights:
+        # freed after its forward pass, as a unit
+        table = spec.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
+        counts[table] -= 1
+    return native_buffers(
+        Sharding.of(parallel.data_parallel_sharding, copies),
+        tuple(layers.values()),
+        tuple(counts.elements()),
+        element,
+        parallel.grad_reduce_bucket_mb,
+    )
 
 
 def _model_state(
@@ -205,11 +258,17 @@ def whole_muon_elements(config: RunConfig, vocab_size: int) -> int:
     return tensor * muon_elements(config, chunks_of(config, vocab_size))
 
 
-def _owned_bytes(stage: int, matrices: int, precision: str, copies: int) -> int:
-    """Return the bytes of Muon's matrices on their way to owners and back, sent and received."""
-    if not stage or copies == 1:
-        return 0
-    return 3 * ELEMENT_BYTES[precision] * -(-matrices // copies)
+def _owners_bytes(matrices: int, precision: str, replicas: int, tensor: int) -> int:
+    """Return the bytes of Muon's matrices on their way to owners and back.
+
+    Args:
+        matrices: elements of a rank's matrices.
+        precision: data type of the computation.
+        replicas: replicas that share the matrices.
+        tensor: tensor-parallel ranks, which share them too.
+    """
+    hops = (replicas > 1) + (tensor > 1)
+    return ELEMENT_BYTES[precision] * _OWNERS_COPIES[hops] * -(-matrices // replicas) // 4
 
 
 def engine_name(engine: str, zero: ZeroSettings) -> str:

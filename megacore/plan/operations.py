@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from megacore.observe.flops import LARGE, newton_schulz_products
 from megacore.plan.machine import Link, Machine
 from megacore.plan.zero import ELEMENT_BYTES
 
@@ -25,6 +26,8 @@ TFLOP/s (data sheet)."""
 _SCORES = 4.5
 """Score matrices read or written by unfused attention: scaling, mask and softmax as one kernel read
 and write one, dropout too, with a mask of a byte."""
+_TRIANGLE = 0.75
+"""Share of a large symmetric product's time that a core needs for one triangle (measured)."""
 _BACKWARD_BYTES = 1.5
 """Bytes of elementwise operations in a backward pass, relative to the forward pass."""
 
@@ -146,6 +149,14 @@ class Rates:
         seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)
         moved = self.element * batch * (m * k + k * n + m * n)
         return seconds + machine.traffic * self.stream(moved) + machine.operation_us * 1e-6
+
+    def newton_schulz(self, rows: int, columns: int) -> float:
+        """Return the seconds of Muon's products for a matrix."""
+        seconds = 0.0
+        for m, k, n, times, symmetric in newton_schulz_products(rows, columns):
+            triangle = symmetric and self.machine.core is not None and m >= LARGE
+            seconds += times * self.product(m, n, k) * (_TRIANGLE if triangle else 1.0)
+        return seconds
 
     def stream(self, size: float) -> float:
         """Return the seconds in which memory moves `size` bytes."""

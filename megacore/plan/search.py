@@ -1,6 +1,7 @@
 """Search for the fastest layout of a configuration on a number of devices.
 
-The candidates are all divisions of the devices and of the batch. Each has a lower bound of its
+The candidates are all divisions of the devices and of the batch; sequences of a causal model are
+divided into parts of at least `_PART` tokens (`_Space.divides`). Each has a lower bound of its
 time: the busiest pipeline stage computes all micro batches, and the first and last one pass through
 the stages before it. Candidates are simulated in the order of their bounds, until the bound of the
 next one exceeds the last reported time: the reported ones are the best of all
@@ -38,6 +39,8 @@ FILLED = 0.97
 """Largest share of a device's memory that a layout may be predicted to need."""
 _FRONT = 1.5
 """Time, relative to the fastest layout, to which the Pareto front is complete."""
+_PART = 1024
+"""Least number of tokens of a sequence that the search gives a context-parallel rank."""
 _NAMES = re.compile(r"[a-z_]+\.[a-z_]+|padded vocabulary|chunks|micro batches")
 """Parts of a refusal that tell one reason from another."""
 
@@ -183,7 +186,7 @@ class _Space:
     least_memory: float = math.inf
     """Least bytes of a candidate that was refused for its memory."""
     too_large: int = 0
-    shapes: dict[tuple[int, int, bool, Recompute], "_Shape"] = field(default_factory=dict)
+    shapes: dict[tuple[int, int, int, bool, Recompute], "_Shape"] = field(default_factory=dict)
     sizes: dict[tuple[int, "_Kind"], int] = field(default_factory=dict)
     """Parameters of a chunk by tensor parallel size."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -194,11 +197,6 @@ class _Space:
     def padded(self) -> int:
         """Entries of the padded vocabulary."""
         return self.config.model.padded_vocab_size(self.vocab_size)
-
-    @property
-    def context(self) -> int:
-        """Number of ranks that divide each sequence, which the search does not change."""
-        return self.config.parallel.context_parallel_size
 
     @property
     def limit(self) -> float:
@@ -231,32 +229,48 @@ class _Space:
     def list_groups(self) -> None:
         """Put all layouts that the configuration's checks accept into the heap."""
         micro_batches = _divisors(self.config.train.global_batch_size)
-        if self.ranks % self.context:
-            self.note(
-                f"{self.ranks} devices are not a multiple of parallel.context_parallel_size "
-                f"{self.context}"
-            )
-            return
-        replicated = self.ranks // self.context
-        for tensor in _divisors(replicated):
-            for pipeline in _divisors(replicated // tensor):
-                for micro in micro_batches:
-                    self._list_layouts(tensor, pipeline, micro)
+        for tensor in _divisors(self.ranks):
+            for pipeline in _divisors(self.ranks // tensor):
+                for context in _divisors(self.ranks // (tensor * pipeline)):
+                    for micro in micro_batches:
+                        if self.divides(context, micro):
+                            self._list_layouts(tensor, pipeline, context, micro)
 
-    def _list_layouts(self, tensor: int, pipeline: int, micro: int) -> None:
+    def divides(self, context: int, micro: int) -> bool:
+        """Return True if layouts with `context` parts of each sequence are candidates.
+
+        If the micro batch and the parts have a common factor, a layout without this factor in both
+        and with as many more replicas computes the same and gathers less.
+        """
+        if context in (1, self.config.parallel.context_parallel_size):
+            return True
+        config, length = self.config, self.config.data.seq_length
+        causal = config.family == "gpt" and config.model.position_embedding_type != "alibi"
+        return (
+            causal
+            and config.engine == "native"
+            and length % (2 * context) == 0
+            and length >= _PART * context
+            and math.gcd(micro, context) == 1
+        )
+
+    def _list_layouts(self, tensor: int, pipeline: int, context: int, micro: int) -> None:
         """Put the accepted layouts with these sizes into the heap."""
-        data = self.ranks // (tensor * pipeline * self.context)
-        virtual, zero = self._virtual(pipeline), self._zero(data)
+        data = self.ranks // (tensor * pipeline * context)
+        virtual, zero = self._virtual(pipeline), self._zero(data * context)
         partitions, sequence = self._partitions(pipeline), (False, True)[: 1 + (tensor > 1)]
         variants = len(virtual) * len(zero) * len(partitions) * len(sequence) * len(_RECOMPUTES)
         self.total += variants
         sizes = tensor, pipeline, 1, data, micro, zero[0]
         # What refuses the simplest variant refuses the others too.
-        if self._refuses(Choice(*sizes, "none", False, "balanced"), variants):
+        if self._refuses(Choice(*sizes, "none", False, "balanced", context), variants):
             return
         for divided in sequence:
             choices = [
-                Choice(tensor, pipeline, chunks, data, micro, stage, "none", divided, partition)
+                Choice(
+                    *(tensor, pipeline, chunks, data, micro, stage, "none"),
+                    *(divided, partition, context),
+                )
                 for chunks, stage, partition in product(virtual, zero, partitions)
             ]
             self._add_groups(
@@ -269,7 +283,7 @@ class _Space:
         if key not in self.checked:
             self.checked[key] = choice.applied(self.config)
         layout = ParallelLayout(
-            choice.tensor, choice.pipeline, choice.virtual, choice.data, self.context
+            choice.tensor, choice.pipeline, choice.virtual, choice.data, choice.context
         )
         refusal = refused(self.checked[key], layout, self.padded)
         if refusal is None:
@@ -286,9 +300,10 @@ class _Space:
             return [1]
         return _divisors(max(1, self.config.model.num_layers // pipeline))
 
-    def _zero(self, data: int) -> tuple[int, ...]:
+    def _zero(self, copies: int) -> tuple[int, ...]:
+        """Return the ZeRO stages for a number of ranks with the same weights."""
         if self.config.engine == "native":
-            return (0, 1) if data * self.context > 1 else (0,)
+            return (0, 1, 2, 3) if copies > 1 else (0,)
         if self.config.deepspeed.config is not None:
             return (user_settings_of(self.config).stage,)
         return (0, 1, 2, 3)
@@ -344,10 +359,13 @@ class _Space:
         return 1 + self.machine.straggler * math.log2(nodes)
 
     def _shape(self, choice: Choice, recompute: Recompute) -> "_Shape":
-        key = choice.tensor, choice.micro_batch, choice.sequence_parallel, recompute
+        key = (
+            *(choice.tensor, choice.context, choice.micro_batch),
+            *(choice.sequence_parallel, recompute),
+        )
         if key not in self.shapes:
             config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, self.context)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, choice.context)
             self.shapes[key] = _Shape(
                 Iteration(config, self.vocab_size, self.machine, layout, self.precision, self.cores)
             )
@@ -359,16 +377,17 @@ class _Space:
         if key not in self.states:
             layers = -(-self.config.model.num_layers // choice.pipeline)
             parameters = layers * sum(layer_sizes(self.config.model, choice.tensor))
-            self.states[key] = self._state(choice.applied(self.config), choice.data, parameters)
+            copies = choice.data * choice.context
+            self.states[key] = self._state(choice.applied(self.config), copies, parameters)
         return self.states[key]
 
-    def _state(self, config: RunConfig, data: int, parameters: int) -> int:
-        """Return bytes of state on the device, at least."""
+    def _state(self, config: RunConfig, copies: int, parameters: int) -> int:
+        """Return bytes of state on the device, at least; `copies` ranks have the same weights."""
         zero, native = zero_of(config), config.engine == "native"
         state = zero_bytes(
             parameters,
             zero.stage,
-            data * self.context,
+            copies,
             self.precision,
             gradient_bytes=4 if native else None,
             offload_optimizer=zero.offload_optimizer,
@@ -390,7 +409,7 @@ class _Space:
                 self.note("divide the layers as another candidate does (partition)")
                 continue
             equal.append(chunks)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, self.context)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, choice.context)
             iteration = shape.iteration.with_layout(config, layout)
             needed = self._least_memory(iteration, chunks)
             if needed > self.limit:
@@ -444,8 +463,9 @@ class _Space:
             passes = min(passes, warm_up + 1)
         unlike = {(len(chunk.layers), chunk.has_embedding): chunk for chunk in chunks[::stages]}
         smallest = min(storage.chunk(chunk) for chunk in unlike.values())
-        first = self._state(config, layout.data, sizes[0]) + passes * smallest
-        return max(first, self._state(config, layout.data, max(sizes)))
+        copies = layout.data * layout.context
+        first = self._state(config, copies, sizes[0]) + passes * smallest
+        return max(first, self._state(config, copies, max(sizes)))
 
     def _stage_sizes(self, iteration: Iteration, chunks: tuple[ModelChunk, ...]) -> list[int]:
         """Return the parameters of a rank of each pipeline stage."""

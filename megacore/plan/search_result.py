@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.deepspeed import zero_of
+from megacore.config.parallel import ZERO_STAGES
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.observe.flops import TransformerShape, step_flops
@@ -37,6 +38,7 @@ class Choice:
     recompute: Recompute
     sequence_parallel: bool
     partition: Partition
+    context: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, layout: RankLayout) -> Self:
@@ -53,12 +55,14 @@ class Choice:
             recompute=train.recompute,
             sequence_parallel=parallel.sequence_parallel,
             partition="balanced" if isinstance(partition, tuple) else partition,
+            context=layout.context,
         )
 
     @property
     def name(self) -> str:
         """Short name for a chart, such as `tp 8, pp 16, v 2, dp 8, b 1, ZeRO-1, full`."""
         parts = [f"tp {self.tensor}{' sp' if self.sequence_parallel else ''}"]
+        parts += [f"cp {self.context}"] * (self.context > 1)
         parts += [f"pp {self.pipeline}"] * (self.pipeline > 1)
         parts += [f"v {self.virtual}"] * (self.virtual > 1)
         parts += [f"dp {self.data}", f"b {self.micro_batch}"]
@@ -77,12 +81,14 @@ class Choice:
             "parallel.virtual_pipeline_model_parallel_size": self.virtual,
             "parallel.pipeline_partition": self.partition,
         }
+        if self.context != config.parallel.context_parallel_size:
+            values["parallel.context_parallel_size"] = self.context
         if self.recompute == "none" and config.train.recompute_num_layers is not None:
             values["train.recompute_num_layers"] = None
         if config.engine == "native":
-            values["parallel.use_distributed_optimizer"] = self.zero == 1
+            values["parallel.data_parallel_sharding"] = ZERO_STAGES[self.zero]
         elif config.deepspeed.config is None:
-            values["parallel.use_distributed_optimizer"] = False
+            values["parallel.data_parallel_sharding"] = "none"
             values["deepspeed.zero_stage"] = self.zero
         return values
 
@@ -180,14 +186,15 @@ class SearchResult:
         return next((error for word, error in _ERRORS.items() if word in self.machine.name), None)
 
     def table(self, price: float | None = None) -> Table:
-        """Return a table with a row per layout.
+        """Return a table with a row per layout; `cp` has a column if a layout divides sequences.
 
         Args:
             price: price of a device for an hour, in any currency.
         """
-        table = Table()
+        table, divided = Table(), any(each.choice.context > 1 for each in self.best)
         for column in (
-            *("", "tp", "pp", "v", "dp", "ZeRO", "b", "recompute", "sequence", "partition"),
+            *("", "tp", *["cp"] * divided, "pp", "v", "dp"),
+            *("ZeRO", "b", "recompute", "sequence", "partition"),
             *("s/iteration", "tokens/s", "MFU", "memory/GiB", "days", "GPU-hours"),
             *["cost"] * (price is not None),
         ):
@@ -198,7 +205,8 @@ class SearchResult:
         for number, each in enumerate(self.best, 1):
             choice = each.choice
             table.add_row(
-                *map(str, (number, choice.tensor, choice.pipeline, choice.virtual, choice.data)),
+                *map(str, (number, choice.tensor, *[choice.context] * divided)),
+                *map(str, (choice.pipeline, choice.virtual, choice.data)),
                 *map(str, (choice.zero, choice.micro_batch, choice.recompute)),
                 "divided" if choice.sequence_parallel else "whole",
                 choice.partition,

@@ -136,13 +136,14 @@ def memory_of(iteration: Iteration) -> float:
         iteration.machine.device,
         iteration.layout.data,
     )
-    software, divided = iteration.software.state_bytes, iteration.layout.data
+    software = iteration.software.state_bytes
+    divided = iteration.layout.data * iteration.layout.context
     if software is None:
         return max(stage.total for stage in stages)
     kept, shared = software
     if _has_slots_for_embeddings(iteration):
         kept += _FP32_GRADIENTS
-    if not iteration.config.parallel.use_distributed_optimizer:
+    if iteration.config.parallel.data_parallel_sharding == "none":
         divided = 1
     return max(
         stage.parameters * (kept + shared / divided)
@@ -209,9 +210,13 @@ def _machine(gpu: str) -> Machine:
 
 
 def _is_old(row: Mapping[str, str]) -> bool:
-    """Return True for a run of a program without fused attention, as far as a row tells."""
+    """Return True for a run of a program without fused attention, as far as a row tells.
+
+    None of these programs divides sequences.
+    """
     on_old = any(name in row["gpu"].lower() for name in _OLD)
-    return on_old and _number(row, "zero", 0) < 2 and not _is_llama(row)
+    newer = _number(row, "zero", 0) >= 2 or _number(row, "cp", 1) > 1 or _is_llama(row)
+    return on_old and not newer
 
 
 def _recompute(row: Mapping[str, str], old: bool) -> str:
@@ -236,11 +241,8 @@ def _precision(row: Mapping[str, str]) -> str:
 
 def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
     """Return the values of the configuration of a row, and the size of its vocabulary."""
-    for column in ("cp", "ep"):
-        if _number(row, column, 1) > 1:
-            raise ConfigError(
-                f"{column} is {row[column]}: context and expert parallelism are not modelled"
-            )
+    if _number(row, "ep", 1) > 1:
+        raise ConfigError(f"ep is {row['ep']}: expert parallelism is not modelled")
     tensor, pipeline = _number(row, "tp", 1), _number(row, "pp", 1)
     heads, zero = _heads(row, tensor), _number(row, "zero", 0)
     llama = _is_llama(row)
@@ -257,11 +259,12 @@ def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
         },
         "parallel": {
             "tensor_model_parallel_size": tensor,
+            "context_parallel_size": _number(row, "cp", 1),
             "pipeline_model_parallel_size": pipeline,
             "virtual_pipeline_model_parallel_size": _number(row, "vpp", 1),
             "sequence_parallel": (row.get("seq_parallel") or "").lower() in ("1", "true", "yes")
             and tensor > 1,
-            "use_distributed_optimizer": zero == 1,
+            "data_parallel_sharding": "optimizer" if zero == 1 else "none",
         },
         "train": {
             "micro_batch_size": _number(row, "micro_batch"),

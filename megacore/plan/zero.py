@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megacore.config.deepspeed import OffloadDevice
+from megacore.config.parallel import ZERO_STAGES
+from megacore.data_parallel.sharding import Sharding, plan_buckets
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 DEFAULTS = {
@@ -118,18 +120,17 @@ def zero_bytes(
         single_moment: number of the parameters that have one moment instead of two.
     """
     element = ELEMENT_BYTES[precision]
-
-    def share(divides_from: int, count: int = parameters) -> int:
-        """Return a rank's part of `count` for state that ZeRO divides from a stage on."""
-        return -(-count // data_parallel_size) if stage >= divides_from else count
-
+    sharding = Sharding(ZERO_STAGES[stage], data_parallel_size)
+    updated = sharding.share("optimizer", parameters)
     copies = precision != "fp32" if main_weights is None else main_weights
-    weights = ModelState(parameters=element * share(3))
+    weights = ModelState(parameters=element * sharding.share("parameters", parameters))
     gradients = ModelState(
-        gradients=(element if gradient_bytes is None else gradient_bytes) * share(2)
+        gradients=(element if gradient_bytes is None else gradient_bytes)
+        * sharding.share("gradients", parameters)
     )
     optimizer = ModelState(
-        main_weights=4 * share(1) * copies, moments=8 * share(1) - 4 * share(1, single_moment)
+        main_weights=4 * updated * copies,
+        moments=8 * updated - 4 * sharding.share("optimizer", single_moment),
     )
     offloads_gradients = offload_optimizer != "none" and stage >= 2
     places: dict[str, list[ModelState]] = {"none": [], "cpu": [], "nvme": []}
@@ -155,6 +156,41 @@ class Buffers:
     """Buffers of the optimizer step only, when no activations exist."""
     cpu: int = 0
     """Buffers in host memory for offloaded state."""
+    gathered: int = 0
+    """Part of `device` that exists in forward passes too."""
+
+
+def native_buffers(
+    sharding: Sharding,
+    layers: Sequence[Sequence[int]],
+    others: Sequence[int],
+    element: int,
+    bucket_mb: float,
+) -> Buffers:
+    """Return the temporary buffers of the native engine's divided gradients and weights.
+
+    The largest other parameter is the token table, whose gradient waits for the pass's last layer
+    if it is tied. Meanwhile a layer's buckets are filled and reduced in turn.
+
+    Args:
+        sharding: division of the state.
+        layers: numbers of elements of the parameters of each kind of layer.
+        others: those of the other parameters, which stay gathered during the passes.
+        element: bytes of a weight.
+        bucket_mb: size of a bucket.
+    """
+    if not sharding.divides("gradients") or sharding.replicas == 1:
+        return Buffers()
+    buckets = [
+        sum(bucket.values())
+        for sizes in layers
+        for bucket in plan_buckets({str(n): size for n, size in enumerate(sizes)}, bucket_mb)
+    ]
+    gradients = 4 * (max(others, default=0) + 2 * max(buckets, default=0))
+    if not sharding.divides("parameters"):
+        return Buffers(gradients)
+    gathered = element * (sum(others) + 2 * max(map(sum, layers), default=0))
+    return Buffers(gradients + gathered, gathered=gathered)
 
 
 @dataclass(frozen=True)
@@ -234,7 +270,7 @@ class DeepSpeedMemory:
         if self._offloaded("param") == "nvme":
             number, elements = _PARAMETER_SWAP_BUFFERS
             cpu += number * elements * self._element
-        return Buffers(device, 4 * group if optimizer_device == "none" else 0, cpu)
+        return Buffers(device, 4 * group if optimizer_device == "none" else 0, cpu=cpu)
 
     @property
     def _zero(self) -> Mapping[str, Any]:

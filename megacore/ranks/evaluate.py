@@ -17,10 +17,11 @@ UNIGRAM = "unigram"
 def evaluate_checkpoints(job: EvaluateJob) -> None:
     """Write both perplexities of each checkpoint of the job into `job.output` when it is scored.
 
-    A checkpoint's file contains iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
-    and valid_samples. For a model with a binary head it also contains test_sop_loss and
-    valid_sop_loss, or nsp_loss. The file of the unigram model contains the perplexity of the train
-    split's token frequencies on the same tokens, by split. Losses are in nats per token.
+    A checkpoint's file contains iteration, test_loss, test_ppl, test_samples, test_by_position (the
+    loss by position in the sample), and the same of the validation split. For a model with a binary
+    head it also contains test_sop_loss and valid_sop_loss, or nsp_loss; for a blend test_by_source
+    and valid_by_source. The file of the unigram model contains the perplexity of the train split's
+    token frequencies on the same tokens, by split. Losses are in nats per token.
     `evaluate.max_samples` samples of each split are scored, or all.
 
     Raises:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import read_json, read_object, workspace_errors
-from megacore.artifact.first_read import FirstRead
-from megacore.artifact.manifest import verified_record
+from megacore.artifact.manifest import FirstRead, verified_record
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
@@ -22,7 +21,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import ArtifactError, MemoryExhaustedError
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneJob
-from megacore.jobs.model import ModelJob
+from megacore.jobs.model import ModelJob, ResultJob
 from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.supervise import supervise
@@ -31,7 +30,7 @@ from megacore.plan.memory import GIB
 from megacore.ranks.operators import prepare_operators
 
 TRAIN_VERSION = 2
-EVALUATE_VERSION = 2
+EVALUATE_VERSION = 3
 CONVERT_VERSION = 2
 
 
@@ -244,7 +243,7 @@ def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
 
 def run_job(
     module: str,
-    job: ModelJob,
+    job: ResultJob,
     scratch: Path,
     *,
     launch: LaunchConfig = LaunchConfig(),  # noqa: B008  the default is frozen
@@ -269,6 +268,7 @@ def run_job(
     hosts = job.hosts or hosts_of(launch)
     if not is_only_here(hosts):
         check_ssh(hosts)
+        assert isinstance(job, ModelJob), f"{module} runs on this host only"
         prepare_model_hosts(job, hosts, ssh_of(launch), launch)
     start = start_ranks(launch, module, job, job_file)
     supervise(

@@ -1,4 +1,4 @@
-"""Entry point of the ranks that score a model on WikiText and LAMBADA.
+"""Entry point of the ranks that score a model on WikiText, LAMBADA and passkeys.
 
 python -m megacore.ranks.zeroshot --config job.json
 """
@@ -17,7 +17,7 @@ MODULE = "megacore.ranks.zeroshot"
 def evaluate_zero_shot(job: ZeroShotJob) -> None:
     """Write the scores of the job's model to `job.output`, atomically.
 
-    The file has one entry for each configured text.
+    The file has one entry for each configured text, and `passkey` if it has lengths.
 
     Raises:
         DataFormatError: a text is missing or malformed.
@@ -51,6 +51,8 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
 
             passages = read_lambada(Path(job.lambada), tokenizer)
             scores["lambada"] = asdict(scorer.lambada(passages, job.seq_length))
+        if job.passkey.lengths:
+            scores["passkey"] = asdict(scorer.passkey(tokenizer, job.passkey))
         if mesh.rank == 0:
             write_json(Path(job.output), scores)
 

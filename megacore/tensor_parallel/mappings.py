@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.kernels.implementation import differentiable, operator
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
-from megacore.parallel.context import in_order
+from megacore.parallel.context import in_order, into_parts
 from megacore.parallel.mesh import ParallelGroup, group_of
 
 SEQUENCE = 1
@@ -60,20 +60,21 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> 
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, SEQUENCE, reduce_scatter, all_gather)
 
 
-def gather_from_context_parallel_region(x: Tensor, cp: ParallelGroup) -> Tensor:
-    """Join the parts of sequences that the ranks have: [..., s/cp, d] -> [..., s, d].
+def gather_from_context_parallel_region(
+    key: Tensor, value: Tensor, cp: ParallelGroup
+) -> tuple[Tensor, Tensor]:
+    """Join the parts of sequences that the ranks have: [..., s/cp, d] -> [..., s, d] each.
 
     This is an all-gather; the backward pass is a reduce-scatter.
     """
     if cp.size == 1:
-        return x
-    parts = x.unsqueeze(0)
-    gathered = (
-        torch.ops.megacore.exchange(parts, cp.key, 0, True)
-        if torch.compiler.is_compiling()
-        else _apply(_Conjugates, parts, cp, 0, all_gather, reduce_scatter)
-    )
-    return in_order(gathered)
+        return key, value
+    if torch.compiler.is_compiling():
+        parts = torch.stack([key, value]).unsqueeze(0)
+        key, value = in_order(torch.ops.megacore.exchange(parts, cp.key, 0, True)).unbind(0)
+        return key, value
+    whole: tuple[Tensor, Tensor] = _GatherSequences.apply(key, value, cp)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _resized(x: Tensor, group: int, dim: int, gathers: bool) -> Tensor:
@@ -137,6 +138,21 @@ class _Conjugates(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         grad: Tensor = ctx.back(grads[0], ctx.tp, ctx.dim)
         return grad, None, None, None, None
+
+
+class _GatherSequences(torch.autograd.Function):
+    """Autograd function with as few copies as possible: keys and values are one message."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, cp: ParallelGroup) -> tuple[Tensor, Tensor]:
+        ctx.cp = cp
+        parts = all_gather(torch.stack([key, value]).unsqueeze(0), cp, 0)
+        return in_order(parts[:, 0]), in_order(parts[:, 1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        key, value = reduce_scatter(into_parts(grads, ctx.cp), ctx.cp, 0)[0]
+        return key, value, None
 
 
 def _part(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:

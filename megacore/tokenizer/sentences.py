@@ -1,18 +1,13 @@
 """Sentence splitting with nltk's Punkt (Kiss and Strunk 2006), or with rules without a model."""
 
 import io
-import os
 import re
-import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import parent_process
-from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
+from megacore.launch.workers import WorkerPool
 from megacore.tokenizer.load import text_batches
 
 VERSION = 1
@@ -237,13 +233,8 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
         """Check that the model exists, then create the pool. Raises DataFormatError."""
         self._choice = choice
         self._split = _splitter_of(choice)
-        self._pool: ProcessPoolExecutor | None = None
-        self._context = _RecordingContext()
+        self._pool = WorkerPool(workers) if workers > 1 else None
         self._broken = False
-        if workers > 1:
-            self._pool = ProcessPoolExecutor(
-                workers, mp_context=self._context, initializer=_end_with_parent
-            )
 
     def split(self, texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
         """Return all sentences, and the number of sentences of each text. Thread-safe.
@@ -277,54 +268,19 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
     ) -> None:
         if self._pool is None:
             return
-        if not self._broken:
+        if self._broken:
+            self._pool.kill()
+        else:
             self._pool.shutdown(cancel_futures=kind is not None)
-            return
-        # The broken pool terminates its processes, but not one that was just started for another
-        # thread. That process waits for texts on the open pipe, and the pool waits for it forever.
-        ending = Thread(target=self._pool.shutdown, name="end-of-pool")
-        ending.start()
-        while ending.is_alive():
-            for process in self._context.started:
-                if process.is_alive():
-                    process.kill()
-            ending.join(0.05)
 
     def __enter__(self) -> Self:
         return self
-
-
-class _RecordingContext(SpawnContext):
-    """A spawn context that records the processes it starts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[SpawnProcess] = []
-
-    def Process(self, *values: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        """Return a new process for the pool and record it."""
-        process = SpawnProcess(*values, **named)
-        self.started.append(process)
-        return process
 
 
 def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:
     """Return the sentences of each text; runs in the processes of SentenceSplitter."""
     split = _splitter_of(choice)
     return [split(text) for text in texts]
-
-
-def _end_with_parent() -> None:
-    """Ignore interrupts, which the parent handles, and exit when the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    Thread(target=wait, daemon=True).start()
 
 
 @cache

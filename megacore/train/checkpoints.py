@@ -228,6 +228,7 @@ class RunCheckpoints:
         self._compare(
             path, saved.get(CONFIG_KEY), saved.get(PRECISION_KEY), another_run=another_run
         )
+        self._check_past_weights(path, saved.get(CONFIG_KEY), restored)
         check_skipped(self._config.train.skipped_ranges, restored, path)
         from megacore.checkpoint.load import load_checkpoint, names_of_all
 
@@ -269,6 +270,19 @@ class RunCheckpoints:
         for change in self.changes:
             logger.info("changed since the checkpoint: %s", change)
         check_resume(self.changes, self._config.resume.override, str(path))
+
+    def _check_past_weights(
+        self, path: Path, saved_config: dict[str, Any] | None, state: TrainState
+    ) -> None:
+        """Refuse other weights of a blend for samples that the checkpoint was trained on."""
+        from megacore.config.blend_schedule import NAME, check_past_weights
+
+        allowed = self._config.resume.override
+        if saved_config is None or NAME in allowed or "data" in allowed:
+            return
+        check_past_weights(
+            saved_config.get("data", {}), self._config.data, state.consumed_samples, str(path)
+        )
 
     def _begin_with(self, path: Path) -> None:
         """Load the weights of a pretrained checkpoint, whatever layout wrote it.

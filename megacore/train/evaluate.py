@@ -1,5 +1,6 @@
 """Loss over a fixed set of samples, shared among the ranks."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -12,7 +13,7 @@ from megacore.config.run import RunConfig
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
-from megacore.models.base import LM_LOSS, bucket_width
+from megacore.models.base import LM_LOSS, POSITION_BUCKETS, SampleSources, bucket_width
 from megacore.observe.logging import perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.step import loaded, reader
@@ -23,6 +24,17 @@ class PositionLoss(NamedTuple):
 
     start: int
     """First position, from 0."""
+    loss: float
+    """Mean loss in nats per token."""
+    tokens: int
+    """Number of target tokens, more than 0."""
+
+
+class SourceLoss(NamedTuple):
+    """Language model loss of the samples of one source."""
+
+    source: int
+    """Number of the source among the run's."""
     loss: float
     """Mean loss in nats per token."""
     tokens: int
@@ -40,6 +52,9 @@ class Evaluation:
     """Number of target tokens."""
     by_position: tuple[PositionLoss, ...] = ()
     """Language model loss by position in the sample, in ranges of equal width that have tokens."""
+    by_source: tuple[SourceLoss, ...] = ()
+    """Language model loss of each source with tokens; empty for samples of a single source. Their
+    mean, weighted by the tokens, is `loss`."""
 
     @property
     def loss(self) -> float:
@@ -50,6 +65,18 @@ class Evaluation:
     def ppl(self) -> float:
         """Perplexity."""
         return perplexity(self.loss)
+
+    @property
+    def position_rows(self) -> list[dict[str, float | None]]:
+        """`by_position` for JSON: start, loss and tokens of each range; None for no finite loss."""
+        return [
+            {
+                "start": each.start,
+                "loss": each.loss if math.isfinite(each.loss) else None,
+                "tokens": each.tokens,
+            }
+            for each in self.by_position
+        ]
 
 
 class Scored(Protocol):
@@ -70,11 +97,17 @@ class Scored(Protocol):
         """True if this rank needs the samples."""
         ...
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum and the token count of each loss, and of `lm_loss` by position.
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
+        """Return the sum and the token count of each loss, of `lm_loss` by position and source.
 
-        The result is fp64 [terms + POSITION_BUCKETS, 2]. `batches` has the ids [b, width] of micro
-        batches, `sizes` the b of each. See `megacore.engine.base.Engine`.
+        The result is fp64 [terms + POSITION_BUCKETS + sources, 2]. `batches` has the ids [b, width]
+        of micro batches, `sizes` the b of each, `sources` the sources of all their samples. See
+        `megacore.engine.base.Engine`.
         """
         ...
 
@@ -106,7 +139,11 @@ def evaluate(
     with PrefetchingIterator(
         reader(dataset, device), batches if model.reads_tokens else ()
     ) as read:
-        total = model.loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
+        total = model.loss_sum(
+            loaded(read, device, mesh),
+            [len(batch) for batch in batches],
+            _sources_of(dataset, batches),
+        )
     for group in (mesh.data_context_parallel, mesh.pipeline_parallel):
         if group.size > 1:
             with mesh.time("world wait"):
@@ -120,16 +157,33 @@ def evaluate(
             "only of padding; use longer documents, or data.packing packed"
         )
     width = bucket_width(model.label_length)
+    first_source = terms + POSITION_BUCKETS
     return Evaluation(
         {name: loss / max(count, 1) for name, (loss, count) in sums.items()},
         samples,
         tokens,
         tuple(
             PositionLoss(number * width, loss / count, int(count))
-            for number, (loss, count) in enumerate(rows[terms:])
+            for number, (loss, count) in enumerate(rows[terms:first_source])
+            if count
+        ),
+        tuple(
+            SourceLoss(source, loss / count, int(count))
+            for source, (loss, count) in zip(
+                dataset.sources, rows[first_source:], strict=len(dataset.sources) > 1
+            )
             if count
         ),
     )
+
+
+def _sources_of(dataset: Dataset, batches: Sequence[range]) -> SampleSources | None:
+    """Return the sources of the samples of micro batches; None if all are of one source."""
+    if len(dataset.sources) < 2:
+        return None
+    numbers = [torch.from_numpy(dataset.source_places(batch)) for batch in batches]
+    none = torch.empty(0, dtype=torch.int64)
+    return SampleSources(torch.cat([none, *numbers]), len(dataset.sources))
 
 
 def evaluate_split(

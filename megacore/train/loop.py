@@ -4,7 +4,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.profile import IterationProfiler
 from megacore.train.report import RateMeter, memory_use
+from megacore.train.source_losses import SourceLossEstimator, named_losses
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
 from megacore.train.stop import StopReason, StopRequest
@@ -104,6 +105,9 @@ class Trainer:
         )
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peaks=peaks)
+        self._source_losses = SourceLossEstimator(
+            datasets.train, config.data, config.train.micro_batch_size
+        )
         self._reports_memory = mesh.data_context_parallel.rank == 0
         self.state = TrainState()
         required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
@@ -228,11 +232,14 @@ class Trainer:
         config, state = self._config, self.state
         self._mesh.beat("iteration", state.iteration + 1)
         self._profiler.before(state.iteration + 1)
+        first_sample = state.consumed_samples
         try:
             update = self._stepper.step(batches, state, self._notices)
         except LossError as error:
             raise LossError(f"{error}; {self._last_good()}") from error
         self._profiler.after(state.iteration)
+        if self._mesh.rank == 0:  # the only one that reports
+            self._source_losses.add(first_sample, update.losses)
         # a skipped batch has no notices
         *requests, save_failed = update.notices or (False,)
         if save_failed:
@@ -269,13 +276,15 @@ class Trainer:
         report, milliseconds = self._meter.report(
             state, update, self._engine.loss_scale, self._engine.device
         )
-        self._recorder.step(report, milliseconds)
+        by_source = tuple(self._source_losses.estimates())
+        self._recorder.step(replace(report, by_source=by_source), milliseconds)
         if self._reports_memory:  # once per attempt, when the optimizer's state exists
             self._reports_memory = False
             memory = memory_use(self._engine.device)
             memory_logger.info(memory_line(self._mesh.rank, state.iteration, memory))
         if state.iteration % self._config.train.log_interval == 0:
             interval.clear()
+            self._source_losses.clear()
 
     def _evaluate(self) -> None:
         """Report the loss over `train.eval_iters` validation batches, the same ones each time."""
@@ -297,6 +306,7 @@ class Trainer:
             samples=result.samples,
             consumed_samples=self.state.consumed_samples,
             consumed_tokens=self._consumed_tokens,
+            by_source=named_losses(result.by_source, self._config.data),
         )
 
     def _measure_perplexity(self) -> Evaluation:
@@ -319,7 +329,8 @@ class Trainer:
             seconds=time.monotonic() - started,
             consumed_samples=self.state.consumed_samples,
             consumed_tokens=self._consumed_tokens,
-            by_position=[each._asdict() for each in result.by_position],
+            by_position=result.position_rows,
+            by_source=named_losses(result.by_source, self._config.data),
         )
         return result
 

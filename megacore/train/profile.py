@@ -25,8 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.artifact.files import replace_file, write_json
-from megacore.checkpoint.bring import sees_first_directory, transfer_files
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, sees_first_directory, transfer_files
 from megacore.checkpoint.format import FileRecord
 from megacore.config.train import ProfileConfig
 from megacore.errors import MegacoreError

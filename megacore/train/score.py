@@ -26,10 +26,11 @@ from megacore.jobs.run import EvaluateJob
 from megacore.kernels.choice import choose_kernels
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
-from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity
+from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity, source_line
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.checkpoints import PRECISION_KEY, VALIDATION_KEY
 from megacore.train.evaluate import batches_of_rank, evaluate_split, evaluated_samples
+from megacore.train.source_losses import named_losses
 
 _BLOCK_TOKENS = 1 << 24
 
@@ -115,12 +116,17 @@ class CheckpointScorer:
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
                 f"{name}_samples": evaluation.samples,
+                f"{name}_by_position": evaluation.position_rows,
                 **{
                     f"{name}_{term}": loss
                     for term, loss in evaluation.losses.items()
                     if term != LM_LOSS
                 },
             }
+            if evaluation.by_source:
+                losses = named_losses(evaluation.by_source, self._config.data)
+                result[f"{name}_by_source"] = losses
+                logger.info(source_line(f"iteration {iteration} | {name} loss", losses))
         result["disagreement"] = self._disagreement(
             checkpoint, result["valid_ppl"], result["valid_samples"]
         )

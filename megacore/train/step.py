@@ -157,14 +157,12 @@ class Stepper:
     def _seeds(self, global_batch: range) -> list[int]:
         """Return the dropout seeds of this rank's micro batches, derived from their first samples.
 
-        The seeds therefore do not depend on the layout, except that each part of divided sequences
-        has other ones.
+        The seeds therefore do not depend on the layout.
         """
         size, replicas = self._micro_batch_size, self._mesh.data_parallel
-        part = self._mesh.context_parallel.rank
         first = global_batch.start + replicas.rank * size
         return [
-            micro_batch_seed(self._seed, sample, part)
+            micro_batch_seed(self._seed, sample)
             for sample in range(first, global_batch.stop, size * replicas.size)
         ]
 

@@ -1,1 +1,1 @@
-"""Zero-shot evaluation: perplexity on WikiText and last-word accuracy on LAMBADA."""
+"""Zero-shot evaluation: perplexity on WikiText, last words of LAMBADA, hidden passkeys."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -9,11 +10,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.config.train import PasskeyConfig
 from megacore.models.gpt import GPTModel
 from megacore.observe.logging import logger, perplexity
 from megacore.parallel.mesh import ProcessMesh
+from megacore.tokenizer import Tokenizer
 from megacore.train.evaluate import batches_of_rank
-from megacore.zeroshot.texts import Passage, WikiText, check_windows, windows
+from megacore.zeroshot.texts import (
+    Passage,
+    Passkey,
+    WikiText,
+    check_passkeys,
+    check_windows,
+    make_passkeys,
+    windows,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,36 @@ class LambadaScore:
     correct: int
     shortened: int
     """Number of passages cut at the beginning because they exceed the window."""
+
+
+@dataclass(frozen=True)
+class PasskeyCell:
+    """Results of the passkey test at one length and depth."""
+
+    length: int
+    """Longest prompt in tokens, with its number."""
+    depth: float
+    """Place of the number as a fraction of the filler text."""
+    prompts: int
+    accuracy: float
+    """Fraction of prompts where every token of the number is the most probable one."""
+    ranked_accuracy: float
+    """Fraction of prompts where the number is more likely than all other candidates."""
+
+
+@dataclass(frozen=True)
+class PasskeyScore:
+    """Accuracy of a model that must repeat a number hidden in filler text."""
+
+    accuracy: float
+    """Mean of the cells' `accuracy`: what greedy decoding would write."""
+    ranked_accuracy: float
+    """Mean of the cells' `ranked_accuracy`."""
+    chance: float
+    """`ranked_accuracy` of a model that guesses."""
+    prompts: int
+    cells: tuple[PasskeyCell, ...]
+    """Results by length and depth."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +201,53 @@ class ZeroshotScorer:
         )
         return score
 
+    def passkey(self, tokenizer: Tokenizer, config: PasskeyConfig) -> PasskeyScore:
+        """Compute the accuracy of retrieval by length and depth; collective over all ranks.
+
+        Raises:
+            ConfigError: see `check_passkeys`.
+        """
+        check_passkeys(tokenizer, config, self._model.max_position_embeddings)
+        cells = []
+        for length in config.lengths:
+            for depth in config.depths:
+                cell = self._passkey_cell(
+                    make_passkeys(tokenizer, config, length, depth), length, depth
+                )
+                logger.info(
+                    "passkey | length: %d | depth: %g | accuracy: %.4f | among %d candidates: %.4f",
+                    length,
+                    depth,
+                    cell.accuracy,
+                    config.candidates,
+                    cell.ranked_accuracy,
+                )
+                cells.append(cell)
+        return PasskeyScore(
+            accuracy=fmean(cell.accuracy for cell in cells),
+            ranked_accuracy=fmean(cell.ranked_accuracy for cell in cells),
+            chance=1 / config.candidates,
+            prompts=sum(cell.prompts for cell in cells),
+            cells=tuple(cells),
+        )
+
+    def _passkey_cell(self, passkeys: Sequence[Passkey], length: int, depth: float) -> PasskeyCell:
+        reads = [
+            _Read(np.concatenate([passkey.prompt, number]).astype(np.int64), len(number))
+            for passkey in passkeys
+            for number in passkey.numbers
+        ]
+        scores = self._scores(reads).view(len(passkeys), -1, 2)
+        losses, wrong = scores.unbind(-1)
+        likeliest = losses[:, 0] < losses[:, 1:].min(1).values
+        return PasskeyCell(
+            length=length,
+            depth=depth,
+            prompts=len(passkeys),
+            accuracy=float((wrong[:, 0] == 0).double().mean()),
+            ranked_accuracy=float(likeliest.double().mean()),
+        )
+
     @torch.inference_mode()
     def _scores(self, reads: Sequence[_Read]) -> Tensor:
         """Return each read's summed loss and number of wrong predictions, fp64 [reads, 2].
@@ -183,16 +271,19 @@ class ZeroshotScorer:
     def _batch(self, reads: Sequence[_Read]) -> Iterator[Tensor]:
         """Yield summed loss and number of wrong predictions of each read.
 
-        Shorter reads are padded on the right, which causal attention never sees.
+        Shorter reads are padded on the right, which causal attention never sees. Logits are
+        computed only from the first prediction that counts.
         """
         tokens = torch.zeros(len(reads), max(len(read.tokens) for read in reads), dtype=torch.int64)
         for row, read in zip(tokens, reads, strict=True):
             row[: len(read.tokens)] = torch.from_numpy(read.tokens)
         tokens = tokens.to(self._device)
-        logits = self._model(tokens[:, :-1])
+        first = min(len(read.tokens) - 1 - read.scored for read in reads)
+        logits = self._model(tokens[:, :-1], last=tokens.shape[1] - 1 - first)
         for row, read, row_logits in zip(tokens, reads, logits, strict=True):
             stop = len(read.tokens)
             labels = row[stop - read.scored : stop]
-            selected = row_logits[stop - 1 - read.scored : stop - 1, : self._vocab_size].float()
+            selected = row_logits[stop - 1 - read.scored - first : stop - 1 - first]
+            selected = selected[:, : self._vocab_size].float()
             losses = F.cross_entropy(selected, labels, reduction="none").double()
             yield torch.stack([losses.sum(), (selected.argmax(-1) != labels).sum().double()])

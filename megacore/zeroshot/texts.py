@@ -1,14 +1,17 @@
-"""Texts of zero-shot evaluation: WikiText in windows and LAMBADA's passages.
+"""Texts of zero-shot evaluation: WikiText in windows, LAMBADA's passages, and passkeys.
 
 WikiText (Merity et al. 2016, arXiv:1609.07843) is one tokenized text. It is detokenized first,
 because GPT-2 was evaluated on detokenized text (Radford et al. 2019, section 3.1). The rules are
 those of NVIDIA/Megatron-LM's zero-shot evaluation, in the same order, so that perplexities can be
 compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word can be
-guessed only from the complete passage.
+guessed only from the complete passage. A passkey is a number hidden in filler text of any length
+(Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the prompts are made here.
 """
 
 import json
+import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import access_errors, regular
+from megacore.config.train import PasskeyConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
 
@@ -162,6 +166,22 @@ def read_text(path: Path) -> str:
         ) from error
 
 
+def wikitext_items(path: Path) -> tuple[str, ...]:
+    """Return the detokenized paragraphs of a split of WikiText. Raises DataFormatError."""
+    lines = detokenize_wikitext(read_text(path)).split("\n")
+    return tuple(line for line in lines if line.strip())
+
+
+def lambada_items(path: Path) -> tuple[str, ...]:
+    """Return LAMBADA's passages, each with its last word. Raises DataFormatError."""
+    pairs = (
+        _divided(line, f"{path}:{number}")
+        for number, line in enumerate(read_text(path).split("\n"), 1)
+        if line.strip()
+    )
+    return tuple(" ".join(pair) for pair in pairs)
+
+
 @dataclass(frozen=True)
 class Passage:
     """One LAMBADA passage as model input."""
@@ -207,3 +227,148 @@ def _divided(line: str, where: str) -> tuple[str, str]:
             "predicted"
         )
     return text[: text.rindex(words[-1])].strip(), words[-1]
+
+
+_TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I "
+    "will quiz you about the important information there."
+)
+_FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+_HIDDEN = "The pass key is {number}. Remember it. {number} is the pass key."
+_QUESTION = "What is the pass key? The pass key is"
+_NUMBERS = range(10000, 100000)
+_MEASURED = 20 * len(_FILLER)
+"""Sentences by which the tokens of a sentence are measured."""
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """One prompt of the passkey test, with the numbers that may follow it."""
+
+    prompt: npt.NDArray[np.integer[Any]]
+    """Ids up to the number."""
+    numbers: tuple[npt.NDArray[np.integer[Any]], ...]
+    """Ids of each candidate, the hidden number first."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt with its longest candidate."""
+        return len(self.prompt) + max(map(len, self.numbers))
+
+
+def check_passkeys(tokenizer: Tokenizer, config: PasskeyConfig, positions: int) -> None:
+    """Check that every prompt fits the model's `positions` and its own length.
+
+    Raises:
+        ConfigError: if a length exceeds `positions` or is too short for a prompt, or if the
+            tokenizer cannot tell numbers apart.
+    """
+    for length in config.lengths:
+        if length > positions:
+            raise ConfigError(
+                f"the passkey test has the length {length} and the model has {positions} "
+                f"positions: lower it to at most {positions}"
+            )
+        for depth in config.depths:
+            _bare_passkeys(tokenizer, config, length, depth)
+
+
+def make_passkeys(
+    tokenizer: Tokenizer, config: PasskeyConfig, length: int, depth: float
+) -> list[Passkey]:
+    """Make the prompts of one length and depth, which depend only on the arguments.
+
+    Each prompt has as many sentences of filler as fit into `length` tokens.
+
+    Raises:
+        ConfigError: see `check_passkeys`.
+    """
+    rows, passkeys = _bare_passkeys(tokenizer, config, length, depth)
+    most = _fitting_sentences(tokenizer, rows[0], length, depth)
+    for row, numbers in enumerate(rows):
+        for sentences in range(most, 0, -1):  # the number of the first row may have fewer tokens
+            passkey = _passkey(tokenizer, numbers, sentences, depth)
+            if passkey.tokens <= length:
+                passkeys[row] = passkey
+                break
+    return passkeys
+
+
+def _bare_passkeys(
+    tokenizer: Tokenizer, config: PasskeyConfig, length: int, depth: float
+) -> tuple[list[list[int]], list[Passkey]]:
+    """Draw the candidates of each prompt, and make the prompts without filler.
+
+    Raises ConfigError if one has more than `length` tokens, or two candidates the same tokens.
+    """
+    draws = random.Random(f"{config.seed} {length} {depth:g}")
+    rows = [draws.sample(_NUMBERS, config.candidates) for _ in range(config.prompts)]
+    passkeys = [_passkey(tokenizer, numbers, 0, depth) for numbers in rows]
+    longest = max(passkey.tokens for passkey in passkeys)
+    if longest > length:
+        raise ConfigError(
+            f"the passkey test has the length {length}, but a prompt without filler has {longest} "
+            f"tokens with this tokenizer: give lengths of at least {longest}"
+        )
+    for numbers, passkey in zip(rows, passkeys, strict=True):
+        if len({tuple(ids.tolist()) for ids in passkey.numbers}) < len(numbers):
+            raise ConfigError(
+                f"the tokenizer has the same tokens for two of the numbers {numbers}: a passkey "
+                "test needs a vocabulary with digits"
+            )
+    return rows, passkeys
+
+
+def _fitting_sentences(
+    tokenizer: Tokenizer, numbers: Sequence[int], length: int, depth: float
+) -> int:
+    """Return the largest number of filler sentences of a prompt of at most `length` tokens."""
+
+    def tokens(sentences: int) -> int:
+        return _passkey(tokenizer, numbers, sentences, depth).tokens
+
+    shortest = tokens(0)
+    per_sentence = max(1.0, (tokens(_MEASURED) - shortest) / _MEASURED)
+    sentences = int((length - shortest) / per_sentence)
+    while sentences > 0 and tokens(sentences) > length:
+        sentences -= 1
+    while sentences < length and tokens(sentences + 1) <= length:
+        sentences += 1
+    return sentences
+
+
+def _passkey(tokenizer: Tokenizer, numbers: Sequence[int], sentences: int, depth: float) -> Passkey:
+    """Make a prompt that hides the first of `numbers` among a number of filler sentences."""
+    filler = [_FILLER[number % len(_FILLER)] for number in range(sentences)]
+    before = round(depth * sentences)
+    parts = (
+        _TASK,
+        " ".join(filler[:before]),
+        _HIDDEN.format(number=numbers[0]),
+        " ".join(filler[before:]),
+        _QUESTION,
+    )
+    prompt, question, *answers = tokenizer.encode_batch(
+        [
+            "\n".join(filter(None, parts)),
+            _QUESTION,
+            *(f"{_QUESTION} {number}" for number in numbers),
+        ]
+    )
+    # The space before a number may be a token of the question's end in some vocabularies.
+    shared = min(_shared_start(question, answer) for answer in answers)
+    end = len(prompt) - (len(question) - shared)
+    return Passkey(prompt[:end], tuple(answer[shared:] for answer in answers))
+
+
+def _shared_start(left: npt.NDArray[np.integer[Any]], right: npt.NDArray[np.integer[Any]]) -> int:
+    """Return the number of equal ids at the beginning of both."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

@@ -121,7 +121,15 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("--window-size 127,0 --window-attn-skip-freq [1,0,1,1]", "a list of layers"),
         ("--window-size 127,1", "a window after the token"),
         ("--optimizer sgd", "other optimizers than AdamW"),
-        ("--optimizer muon", "AdamW, or optim.name: muon in the file"),
+        ("--optimizer lion", "other optimizers than AdamW and Muon"),
+        ("--optimizer muon", "no --muon-nesterov: momentum without Nesterov's term"),
+        ("--optimizer muon --muon-nesterov", "quintic): other coefficients of Newton-Schulz"),
+        ("--optimizer muon --muon-extra-scale-factor 0.5", "another factor of Muon's updates"),
+        ("--optimizer muon --muon-no-split-qkv", "queries, keys and values as one matrix"),
+        (
+            "--optimizer muon --muon-tp-mode blockwise --tensor-model-parallel-size 2",
+            "Newton-Schulz of a rank's part",
+        ),
         ("--mock-data", "made-up data"),
         ("--tokenizer-type NullTokenizer", "token files without a tokenizer"),
         ("--split 100,0,0", "an empty split"),
@@ -151,6 +159,32 @@ def test_every_class_of_absent_features_is_refused(
     result = gpt(tmp_path, flags)
     assert result.outcome in ("refused", "incomplete")
     assert any(feature in text for text in refusals(result))
+
+
+SAME_MUON = "--muon-nesterov --muon-extra-scale-factor .2 --muon-coefficient-type simple"
+
+
+@pytest.mark.parametrize(
+    ("flags", "momentum", "sharding"),
+    [
+        ("--optimizer muon", 0.9, "none"),
+        ("--optimizer dist_muon --muon-momentum 0.95 --muon-tp-mode blockwise", 0.95, "optimizer"),
+    ],
+)
+def test_muon_with_the_same_update_is_translated(
+    tmp_path: Path, flags: str, momentum: float, sharding: str
+) -> None:
+    result = gpt(tmp_path, f"{flags} {SAME_MUON} --muon-num-ns-steps 5 --swiglu")
+    translated = config_of(tmp_path, result)
+    assert (translated.optim.name, translated.optim.muon_momentum) == ("muon", momentum)
+    assert translated.parallel.data_parallel_sharding == sharding
+    assert "gate and up projection as one matrix" in result.text
+
+
+def test_options_of_muon_have_no_effect_on_adamw(tmp_path: Path) -> None:
+    assert (
+        config(tmp_path, f"{SAME_MUON} --muon-momentum 0.8 --optimizer adam").optim.name == "adam"
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,15 +348,46 @@ def test_missing_numbers_are_listed_with_their_variables(tmp_path: Path) -> None
     assert config_of(tmp_path, given).model.num_layers == 6
 
 
-def test_zero_1_is_native_and_zero_2_is_deepspeed(tmp_path: Path) -> None:
-    first = adopted(
-        tmp_path,
-        "ds.sh",
-        DEEPSPEED_SCRIPT.replace('"offload_optimizer": {"device": "cpu"},', "").replace(
-            "ZERO:-2", "ZERO:-1"
-        ),
+_OFFLOAD = '"offload_optimizer": {"device": "cpu"},'
+
+
+@pytest.mark.parametrize(
+    ("stage", "sharding"), [(0, "none"), (1, "optimizer"), (2, "gradients"), (3, "parameters")]
+)
+def test_zero_without_offload_is_native(tmp_path: Path, stage: int, sharding: str) -> None:
+    text = DEEPSPEED_SCRIPT.replace(_OFFLOAD, "").replace("ZERO:-2", f"ZERO:-{stage}")
+    result = adopted(tmp_path, "ds.sh", text)
+    translated = config_of(tmp_path, result)
+    assert (translated.engine, translated.parallel.data_parallel_sharding) == ("native", sharding)
+    assert translated.deepspeed == type(translated.deepspeed)()
+    remarks = result.draft.remarks  # type: ignore[union-attr]
+    assert any(f"data_parallel_sharding: {sharding}" in each for each in remarks) == (stage > 0)
+    assert any("reduce_bucket_size" in each and "engine native" in each for each in remarks)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "blocks", "reason"),
+    [
+        (2, _OFFLOAD, "", "offload of the optimizer (cpu)"),
+        (3, '"offload_param": {"device": "cpu"},', "", "offload of weights (cpu)"),
+        (2, "", '"activation_checkpointing": {"cpu_checkpointing": true},', "of activations"),
+    ],
+)
+def test_what_only_deepspeed_has_keeps_its_engine(
+    tmp_path: Path, stage: int, zero: str, blocks: str, reason: str
+) -> None:
+    text = DEEPSPEED_SCRIPT.replace(_OFFLOAD, zero).replace("ZERO:-2", f"ZERO:-{stage}")
+    result = adopted(
+        tmp_path, "ds.sh", text.replace('"steps_per_print"', f'{blocks} "steps_per_print"')
     )
-    assert config_of(tmp_path, first).parallel.use_distributed_optimizer
+    assert result.draft is not None
+    assert result.draft.values["engine"].value == "deepspeed"
+    assert result.draft.values["deepspeed.zero_stage"].value == stage
+    (remark,) = [each for each in result.draft.remarks if each.startswith("engine deepspeed")]
+    assert reason in remark
+
+
+def test_offloaded_zero_2_is_deepspeed(tmp_path: Path) -> None:
     second = config_of(tmp_path, adopted(tmp_path, "ds.sh", DEEPSPEED_SCRIPT))
     assert second.engine == "deepspeed"
     assert (second.deepspeed.zero_stage, second.deepspeed.offload_optimizer) == (2, "cpu")
@@ -441,6 +506,9 @@ def test_neox_takes_iterations_of_decay_before_a_fraction(tmp_path: Path) -> Non
         ("cosine", "1-sqrt", ""),
         ("hf_dataset_or_datasets: some-team/stories", "dataset_folder: /d/a", "datatrove"),
         ("init_method: {std: 0.025}", "init_method: {std: 0.025, use_mup: true}", "µP"),
+        ("zero_stage: 1", "zero_stage: 2", "ZeRO stage"),
+        ("zero_stage: 1", "zero_stage: 3", "ZeRO stage"),
+        ("zero_stage: 1", "zero_stage: true", "ZeRO stage"),
     ],
 )
 def test_nanotron_variants(tmp_path: Path, old: str, new: str, feature: str) -> None:
@@ -475,7 +543,8 @@ def test_deepspeeds_json_and_accelerates_yaml_alone(tmp_path: Path) -> None:
         '"zero_optimization": {"stage": 3}}'
     )
     result = config_of(tmp_path, adopted(tmp_path, "ds.json", json))
-    assert (result.deepspeed.zero_stage, result.train.precision) == (3, "bf16")
+    assert (result.engine, result.train.precision) == ("native", "bf16")
+    assert result.parallel.data_parallel_sharding == "parameters"
     pytest.importorskip("accelerate")
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n"

@@ -155,7 +155,13 @@ MAY_CHANGE = {
     | {"resume", "tracking"},
     "HttpSource": {"max_file_gb"},
     "HubSource": {"streaming"},
+    "WeightedSource": {"name", "max_epochs"},
+    # within the samples that are still to come
+    "BlendStep": {"samples", "tokens", "weights"},
     "DataConfig": {
+        "blend_schedule",
+        "curate_executor",
+        "curate_workers",
         "max_document_mb",
         "workers",
         "shard_mb",
@@ -203,13 +209,16 @@ ALL_MAY_CHANGE = (
         "CheckpointConfig",
         "KernelsConfig",
     ),
-    *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
-    *("WandbConfig", "HubConfig"),
+    *("LocalExecutor", "SlurmExecutor", "RayExecutor"),
+    *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "PasskeyConfig"),
+    *("ExportConfig", "TrackingConfig"),
+    *("LmEvalConfig", "WandbConfig", "HubConfig"),
     *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),
 )
 RUN_AND_INPUTS = frozenset(
     [
         "collect",
+        "curate",
         "tokenizer",
         "punkt",
         "tokenize",

@@ -13,7 +13,7 @@ from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
-from megacore.config.parallel import ParallelConfig
+from megacore.config.parallel import DataParallelSharding, ParallelConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.errors import CheckpointError
 from megacore.optim.adam import MainWeightAdamW
@@ -32,14 +32,16 @@ SHAPES = {
 DIVIDED = {"embedding": 0, "first.weight": 1, "last.weight": 0}
 """Dimensions along which tensor-parallel ranks divide parameters."""
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
-LAYOUTS = {
-    "replicas": (RankLayout(data=4), False),
-    "sharded": (RankLayout(data=4), True),
-    "tensor": (RankLayout(data=2, tensor=2), False),
-    "tensor, sharded": (RankLayout(data=2, tensor=2), True),
-    "stages": (RankLayout(data=2, pipeline=2), False),
-    "stages, sharded": (RankLayout(data=2, pipeline=2), True),
-    "tensor and stages": (RankLayout(tensor=2, pipeline=2), False),
+LAYOUTS: dict[str, tuple[RankLayout, DataParallelSharding]] = {
+    "replicas": (RankLayout(data=4), "none"),
+    "sharded": (RankLayout(data=4), "optimizer"),
+    "tensor": (RankLayout(data=2, tensor=2), "none"),
+    "gradients": (RankLayout(data=4), "gradients"),
+    "parameters": (RankLayout(data=4), "parameters"),
+    "tensor, sharded": (RankLayout(data=2, tensor=2), "optimizer"),
+    "stages": (RankLayout(data=2, pipeline=2), "none"),
+    "stages, sharded": (RankLayout(data=2, pipeline=2), "optimizer"),
+    "tensor and stages": (RankLayout(tensor=2, pipeline=2), "none"),
 }
 
 
@@ -56,7 +58,9 @@ def values() -> dict[str, Tensor]:
     return tensors
 
 
-def rank_tensors(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
+def rank_tensors(
+    mesh: ProcessMesh, sharding: DataParallelSharding
+) -> dict[str, Tensor | TensorShard]:
     """Return the tensors of this rank's optimizer, filled with zeros."""
     tp = mesh.tensor_parallel
     partitions = (
@@ -76,7 +80,7 @@ def rank_tensors(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorS
         for name, shape in SHAPES.items()
         if name.split(".")[0] in {"embedding", *stages}
     }
-    config = ParallelConfig(use_distributed_optimizer=sharded, grad_reduce_bucket_mb=3e-4)
+    config = ParallelConfig(data_parallel_sharding=sharding, grad_reduce_bucket_mb=3e-4)
     shared = {"embedding": mesh.copies[0, 1]} if mesh.copies else {}
     sync = GradSync(parameters, mesh, config, shared=shared)
     return MainWeightAdamW([sync], OptimConfig(lr=1.0), torch.float32, partitions).tensors()
@@ -101,24 +105,24 @@ def run(root: str) -> dict[str, Any]:
         for name, (layout, _) in LAYOUTS.items()
     }
     expected, mismatches, most_pieces = values(), [], 0
-    for writer, (_, sharded) in LAYOUTS.items():
+    for writer, (_, sharding) in LAYOUTS.items():
         still_alive()
-        tensors = rank_tensors(meshes[writer], sharded)
+        tensors = rank_tensors(meshes[writer], sharding)
         for name, tensor in tensors.items():
             for piece, value in rectangles(tensor, expected[name]):
                 piece.copy_(value)
             pieces = len(tensor.pieces) if isinstance(tensor, TensorShard) else 1
             most_pieces = max(most_pieces, pieces)
         path = save_checkpoint(Path(root) / writer, 1, tensors, {"writer": writer})
-        for reader, (_, reader_sharded) in LAYOUTS.items():
-            target = rank_tensors(meshes[reader], reader_sharded)
+        for reader, (_, reader_sharding) in LAYOUTS.items():
+            target = rank_tensors(meshes[reader], reader_sharding)
             load_checkpoint(path, target, expected=names_of_all(target))
             for name, tensor in target.items():
                 same = all(
                     torch.equal(piece, value) for piece, value in rectangles(tensor, expected[name])
                 )
                 mismatches += [] if same else [f"{name} written by {writer}, read by {reader}"]
-        serial = rank_tensors(ProcessMesh.serial(), False)
+        serial = rank_tensors(ProcessMesh.serial(), "none")
         load_checkpoint(path, serial)
         mismatches += [
             f"{name} written by {writer}, read serially"
@@ -139,7 +143,7 @@ def run(root: str) -> dict[str, Any]:
 
 def _refusal(path: Path, mesh: ProcessMesh, renamed: bool) -> str:
     """Return the error of loading another model's tensors and check that none was changed."""
-    target = rank_tensors(mesh, False)
+    target = rank_tensors(mesh, "none")
     if renamed and dist.get_rank() == 3:
         target["model.last.scale"] = target.pop("model.last.bias")
     elif not renamed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megacore.cli.models import _print_scores
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from tests.cli._model import Files, output, run, write_files
 
@@ -43,7 +44,7 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
         (
             {},
             ConfigError,
-            "there is nothing to score the model on: give --wikitext, --lambada or both",
+            "there is nothing to score the model on: give --wikitext, --lambada or --passkey",
         ),
         ({"--wikitext": "nowhere"}, DataFormatError, "nowhere is no file: check the path"),
         (
@@ -70,6 +71,26 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
             {"--wikitext": "WIKITEXT", "--output": "/"},
             ConfigError,
             "--output is /, which is a directory: give a file",
+        ),
+        (
+            {"--passkey": 65},
+            ConfigError,
+            "the passkey test has the length 65 and the model has 64 positions",
+        ),
+        (
+            {"--passkey": 64},
+            ConfigError,
+            "has the length 64, but a prompt without filler has",
+        ),
+        (
+            {"--passkey": 60, "--passkey-depth": 1.5},
+            ConfigError,
+            "the passkey test: depths",
+        ),
+        (
+            {"--lambada": "LAMBADA", "--passkey-prompts": 3},
+            ConfigError,
+            "the prompts of the passkey test are given without --passkey",
         ),
         (
             {"--lambada": "WIKITEXT"},
@@ -99,3 +120,18 @@ def test_models_and_tokenizers_of_another_kind_are_refused(files: Files) -> None
     result = run("evaluate", "--checkpoint", files.checkpoint, "--lambada", files.lambada, *wrong)
     assert isinstance(result.exception, ConfigError)
     assert "a vocabulary of 310 entries and the model in" in str(result.exception)
+
+
+def test_passkey_cells_are_rows_after_the_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = {"length": 1024, "depth": 0.5, "prompts": 4, "accuracy": 0.25, "ranked_accuracy": 0.75}
+    totals = {"accuracy": 0.125, "ranked_accuracy": 0.5, "chance": 0.1, "prompts": 8}
+    _print_scores("model", {"passkey": totals | {"cells": [cell]}})
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "passkey" in line]
+    assert [(row[2].strip(), row[3].strip()) for row in rows] == [
+        ("accuracy", "0.1250"),
+        ("ranked accuracy", "0.5000"),
+        ("accuracy, 1,024 tokens, depth 0.5", "0.2500"),
+        ("chance", "0.1000"),
+        ("prompts", "8"),
+        ("ranked accuracy, 1,024 tokens, depth 0.5", "0.7500"),
+    ]

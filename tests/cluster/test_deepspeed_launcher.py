@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.rank_commands import local_deepspeed_command, rank_environment
+from megacore.cluster.start import local_deepspeed_command, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise

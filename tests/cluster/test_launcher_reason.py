@@ -16,7 +16,6 @@ from megacore.errors import (
     RankStalledError,
 )
 from megacore.launch.exit_reason import read_launcher_reason, write_launcher_reason, write_reason
-from megacore.launch.launcher_state import write_launcher_state
 from megacore.launch.rank_table import (
     LauncherReport,
     StateReport,
@@ -25,7 +24,7 @@ from megacore.launch.rank_table import (
     write_report,
 )
 from megacore.launch.supervise import supervise
-from megacore.launch.watch import REMOTE_DELAY, RankWatch, Trouble
+from megacore.launch.watch import REMOTE_DELAY, RankWatch, Trouble, write_launcher_state
 from megacore.observe.heartbeat import Heartbeat, beat_path
 from tests.launch._processes import environment
 from tests.launch.test_watch import Clock, first_trouble
@@ -37,7 +36,7 @@ from megacore.launch.exit_reason import write_launcher_reason, write_reason
 from megacore.launch.rank_table import LauncherReport, write_report
 from megacore.launch.rank_table import StateReport
 from megacore.launch.watch import Trouble
-from megacore.launch.launcher_state import write_launcher_state
+from megacore.launch.watch import write_launcher_state
 directory = pathlib.Path(sys.argv[1])
 """
 

@@ -131,9 +131,12 @@ def test_job_file_of_an_earlier_version_is_readable(tmp_path: Path) -> None:
         if name not in {"hostfile", "nproc_per_node", "stop_grace", "retries"}:
             del values["config"]["launch"][name]
     values["config"]["launch"]["launcher"] = "deepspeed"
+    del values["config"]["parallel"]["data_parallel_sharding"]
+    values["config"]["parallel"]["use_distributed_optimizer"] = True
     (tmp_path / "run.json").write_text(json.dumps(values))
     job_read = TrainJob.read(tmp_path / "run.json")
     assert (job_read.config.launch.kind, job_read.hosts) == ("deepspeed", {})
+    assert job_read.config.parallel.data_parallel_sharding == "optimizer"
 
 
 def check(**launch: Any) -> None:

@@ -175,6 +175,22 @@ def test_recompute_num_layers_needs_recomputation() -> None:
     assert make(train=train | {"recompute": "selective"}).train.recompute_num_layers == 1
 
 
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
+def test_cuda_graphs_need_passes_without_communication(sharding: str) -> None:
+    sections = {
+        "train": {"cuda_graphs": True},
+        "parallel": {"data_parallel_sharding": sharding},
+    }
+    if sharding in ("none", "optimizer"):
+        assert make(**sections).train.cuda_graphs
+    else:
+        assert (
+            f"train.cuda_graphs is true and parallel.data_parallel_sharding is {sharding}, which "
+            "communicates in every pass, but a graph holds no communication: set train.cuda_graphs "
+            "to false, or the sharding to optimizer"
+        ) in refusal(**sections)
+
+
 def test_heads_must_be_a_multiple_of_the_query_groups() -> None:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     message = refusal(model=model | {"num_query_groups": 3})
@@ -214,14 +230,14 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
                 "weights once"
             ),
         ),
-        ({"source": None, "blend": [{"weight": 0, "source": SOURCE}]}, "data.blend.0.weight is 0"),
+        ({"source": None, "blend": [{"weight": 0, "source": SOURCE}]}, "data.blend[0].weight is 0"),
         (
             {"source": None, "blend": [{"weight": 1, "source": {"kind": "s3"}}]},
-            "data.blend.0.source",
+            "data.blend[0].source",
         ),
         (
             {"source": None, "blend": [{"weight": 1, "source": {"kind": "jsonl", "fles": []}}]},
-            "unknown key data.blend.0.source.fles (did you mean files?)",
+            "unknown key data.blend[0].source.fles (did you mean files?)",
         ),
         (
             {

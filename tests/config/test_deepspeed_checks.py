@@ -15,10 +15,10 @@ FP16 = {"precision": "fp16"}
     ("sections", "sentence"),
     [
         (
-            {"deepspeed": {"zero_stage": 0}, "parallel": {"use_distributed_optimizer": True}},
+            {"deepspeed": {"zero_stage": 0}, "parallel": {"data_parallel_sharding": "optimizer"}},
             (
-                "deepspeed.zero_stage is 0 but parallel.use_distributed_optimizer is true, which "
-                "is stage 1"
+                "deepspeed.zero_stage is 0 but parallel.data_parallel_sharding is "
+                "optimizer, which is stage 1"
             ),
         ),
         (
@@ -139,10 +139,10 @@ def test_an_impossible_section_is_refused(sections: dict[str, Any], sentence: st
     [
         (
             {"zero_optimization": {"stage": 0}},
-            {"parallel": {"use_distributed_optimizer": True}},
+            {"parallel": {"data_parallel_sharding": "optimizer"}},
             (
                 "zero_optimization.stage of deepspeed.config is 0 but "
-                "parallel.use_distributed_optimizer is true"
+                "parallel.data_parallel_sharding is optimizer"
             ),
         ),
         (

@@ -130,6 +130,17 @@ def test_a_missing_field_counts_as_its_default() -> None:
     assert (str(change), change.keyed) == ("train.z_loss: absent -> 0.0001", True)
 
 
+def test_a_members_newer_fields_count_as_null_in_an_older_blend() -> None:
+    members = [{"weight": 1.0, "source": {"kind": "prefix", "prefix": name}} for name in ("a", "b")]
+    now = changed(data={"source": None, "blend": members})
+    before = now.model_dump(mode="json")
+    before["data"]["blend"] = members
+    assert compare_configurations(before, now, another_run=True) == []
+    before["data"]["blend"] = [members[0], members[1] | {"weight": 2.0}]
+    (change,) = compare_configurations(before, now, another_run=True)
+    assert change.field == "data.blend"
+
+
 def test_a_section_in_place_of_null_is_keyed() -> None:
     rampup = {"start": 2, "increment": 2, "samples": 18}
     changes = compare_configurations(BEFORE, changed(train={"rampup_batch_size": rampup}))

@@ -149,7 +149,7 @@ def test_wrong_keys_and_values_are_named(
 
 def test_a_wrong_list_element_is_reported_once(files: Files) -> None:
     message = files.refusal(task={**PAIRS, "metrics": ["accuracyy"]})
-    assert "task.metrics.0 is 'accuracyy'" in message
+    assert "task.metrics[0] is 'accuracyy'" in message
     assert "at least" not in message, "the list is as long as it must be"
     assert "task.metrics is []" in files.refusal(task={**PAIRS, "metrics": []})
 

@@ -95,6 +95,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "model.ffn_hidden_size 90 is not a multiple of parallel.tensor_model_parallel_size 4: use "
         "tensor 2 x pipeline 2 or tensor 1 x pipeline 4",
     ),
+    "divided parameters with a pipeline": (
+        {"pp": 2, "ranks": 4, "parallel__data_parallel_sharding": "parameters"},
+        "set parallel.data_parallel_sharding to gradients, or "
+        "parallel.pipeline_model_parallel_size to 1",
+    ),
     "sequence parallel without tensor parallel": (
         {"ranks": 2, "parallel__sequence_parallel": True},
         (
@@ -314,7 +319,9 @@ def proposals(message: str) -> list[tuple[int, int, int, int]]:
         {"pp": 3, "parallel__pipeline_partition": [5, 7, 0]},
         {"pp": 2, "v": 2, "parallel__pipeline_partition": [3, 3, 3, 3]},
         {"pp": 2, "parallel__pipeline_schedule": "gpipe"},
-        {"ranks": 1, "parallel__use_distributed_optimizer": True},
+        {"ranks": 1, "parallel__data_parallel_sharding": "optimizer"},
+        {"ranks": 1, "parallel__data_parallel_sharding": "parameters"},
+        {"ranks": 4, "pp": 2, "parallel__data_parallel_sharding": "gradients"},
         {
             "pp": 2,
             "v": 2,
@@ -432,6 +439,18 @@ def test_nearest_layouts_are_the_closest_that_work() -> None:
             "data.seq_length 60 is not a multiple of 8: it is divided into 2 x "
             "parallel.context_parallel_size 2 chunks, and over 2 ranks x "
             "parallel.tensor_model_parallel_size 4 by parallel.sequence_parallel: use 64",
+        ),
+        (
+            {
+                "ranks": 6,
+                "tp": 3,
+                "parallel__sequence_parallel": True,
+                "model__hidden_dropout": 0.1,
+                "data__seq_length": 60,
+            },
+            "parallel.context_parallel_size is 2 with parallel.sequence_parallel and an odd "
+            "parallel.tensor_model_parallel_size 3, whose ranks would draw other numbers for "
+            "model.hidden_dropout 0.1: set parallel.sequence_parallel to false",
         ),
         (
             {"ranks": 6, "tp": 2},

@@ -83,6 +83,20 @@ def test_defaults_are_resolved(conf: Callable[..., str]) -> None:
     assert config.registered_model == "small"
 
 
+@pytest.mark.parametrize("place", ["file", "override"])
+def test_the_former_name_of_the_sharding_is_refused_with_the_new_one(
+    place: str, conf: Callable[..., str]
+) -> None:
+    if place == "file":
+        message = refusal(conf(parallel={"use_distributed_optimizer": True}))
+    else:
+        message = refusal(conf(), parse_overrides(["parallel.use_distributed_optimizer=true"]))
+    assert message.endswith(
+        "parallel.use_distributed_optimizer is called parallel.data_parallel_sharding: write "
+        "optimizer there for true, and none for false"
+    )
+
+
 def test_configuration_is_frozen(conf: Callable[..., str]) -> None:
     config = load_config(conf())
     with pytest.raises(ValidationError):

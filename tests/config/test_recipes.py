@@ -68,6 +68,16 @@ DEEPSPEED_345M = {
 }
 """Megatron-LM's values, and those in which the public DeepSpeed recipe differs."""
 
+GPT_7B = DEEPSPEED_345M | {
+    "model.num_layers": 32,
+    "model.hidden_size": 4096,
+    "model.num_attention_heads": 32,
+    "model.max_position_embeddings": 2024,
+    "data.seq_length": 2024,
+    "train.micro_batch_size": 4,
+    "train.global_batch_size": 16,
+}
+
 BERT_345M = {
     "family": "bert",
     "data.source.dataset": "Salesforce/wikitext",
@@ -260,17 +270,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "gpt2-345m-zero1": DEEPSPEED_345M | {"deepspeed.zero_stage": 1, "deepspeed.config": None},
     "gpt2-345m-zero2": DEEPSPEED_345M | {"deepspeed.zero_stage": None, "deepspeed.config": ZERO2},
-    "gpt2-7b": DEEPSPEED_345M
-    | {
-        "model.num_layers": 32,
-        "model.hidden_size": 4096,
-        "model.num_attention_heads": 32,
-        "model.max_position_embeddings": 2024,
-        "data.seq_length": 2024,
-        "train.micro_batch_size": 4,
-        "train.global_batch_size": 16,
-        "deepspeed.zero_stage": 1,
-    },
+    "gpt2-7b": GPT_7B | {"deepspeed.zero_stage": 1},
+    "gpt2-7b-native": GPT_7B | {"engine": "native", "parallel.data_parallel_sharding": "gradients"},
     "gpt2-xl-zero3-offload": {
         "data.source.dataset": "Salesforce/wikitext",
         "data.source.config": "wikitext-2-raw-v1",
@@ -340,6 +341,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model.activation": "swiglu",
         "model.query_groups": 2,
         "model.add_bias_linear": False,
+    },
+    "mixture-tiny": {
+        "data.tokenizer.kind": "train-bpe",
+        "evaluate.contamination": "remove",
+        "evaluate.zero_shot.wikitext": "README.md",
+        "launch.nproc_per_node": 2,
+        "train.train_iters": 300,
     },
     "gpt2-tiny": TINY | {"data.tokenizer.kind": "train-bpe", "data.tokenizer.vocab_size": 8_192},
 }

@@ -30,7 +30,7 @@ def test_every_kind_of_source_has_an_example() -> None:
     union = get_args(get_args(Source)[0])
     kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in union}
     assert {example["kind"] for example in EXAMPLES} == kinds
-    assert len(kinds) == 7
+    assert len(kinds) == 8
 
 
 def test_every_suffix_is_documented() -> None:

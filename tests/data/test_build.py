@@ -1,5 +1,6 @@
 """Tests of opening splits for training: single data sets, blends and one epoch of each member."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +11,22 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data.build import MemberOpener, open_split, sentence_options
 from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.index_directory import read_description
 from megacore.data.index_maps import (
     IndexOptions,
     Member,
     Mixture,
     build_index_maps,
+    index_plan,
     map_path,
     member_directory,
 )
+from megacore.data.index_options import IndexStyle, Packing, WeightStep
 from megacore.data.one_epoch import one_epoch, train_tokens
-from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset
-from megacore.data.sentence_maps import build_sentence_maps
+from megacore.data.samples import BlendedDataset, Dataset
+from megacore.data.sentence_maps import build_sentence_maps, sentence_plan
 from megacore.errors import ConfigError, DataFormatError
+from megacore.inspect.verify import examine
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.vocabulary import check_roles
@@ -114,25 +119,12 @@ def test_a_split_without_data_sets_is_empty(prefixes: list[str], tmp_path: Path)
     ]
     empty = open_dataset(prefixes, tmp_path, "test", split=None)
     assert empty.gather([]).shape == (0, SEQ_LENGTH + 1)
+    with pytest.raises(IndexError, match="this split has no sample 0: it has 0"):
+        empty.gather([0])
     [(prefix, tokens)] = train_tokens(
         prefixes, tmp_path, run_config(split=None), tokenizer_directory=tmp_path
     )
     assert (prefix, len(tokens)) == (prefixes[0], sum(LENGTHS[0]))
-
-
-def test_concatenated_data_sets_are_read_one_after_another(
-    prefixes: list[str], blend: Path
-) -> None:
-    members = [
-        GPTDataset(prefix, member_directory(blend, number), "test", SEQ_LENGTH)
-        for number, prefix in enumerate(prefixes)
-    ]
-    dataset = ConcatDataset(members, SEQ_LENGTH, SEQ_LENGTH + 1)
-    expected = np.concatenate([member.gather(range(len(member))) for member in members])
-    assert len(dataset) == len(expected)
-    np.testing.assert_array_equal(dataset.gather(range(len(dataset) - 1, -1, -1)), expected[::-1])
-    with pytest.raises(IndexError, match=f"no sample {len(dataset)}: it has {len(dataset)}"):
-        dataset.gather([len(dataset)])
 
 
 @pytest.mark.parametrize("name", ["valid", "test"])
@@ -159,6 +151,12 @@ def test_one_epoch_has_the_samples_of_each_members_split_once(
     ]
     assert len(dataset) > 3
     assert abs(len(dataset) - sum((count - 1) // SEQ_LENGTH for count in counts)) <= 3
+    # As many samples as are read, they are divided among the members by their sizes.
+    places = dataset.source_places(range(len(dataset)))
+    sizes = np.bincount(places, minlength=3)
+    for count in range(len(dataset) + 1):
+        drawn = np.bincount(places[:count], minlength=3)
+        assert np.abs(drawn - count * sizes / len(dataset)).max() <= 1
 
 
 def test_one_epoch_of_a_single_data_set_equals_its_split(
@@ -285,10 +283,99 @@ def test_samples_of_sentences_are_blended(
     tests = [
         opener.member(number, member_directory(directory, number), "test") for number in range(2)
     ]
-    np.testing.assert_array_equal(
-        epoch.gather(range(len(epoch))),
-        np.concatenate([test.gather(range(len(test))) for test in tests]),
-    )
+    places = epoch.source_places(range(len(epoch)))
+    assert len(epoch) == sum(map(len, tests))
+    for number, test in enumerate(tests):
+        rows = epoch.gather(np.flatnonzero(places == number))
+        np.testing.assert_array_equal(rows, test.gather(range(len(test))))
+
+
+STEP = (WeightStep(20, (0.0, 1.0, 3.0)),)
+LATER = (WeightStep(70, (1.0, 0.0, 9.0)),)
+
+
+@pytest.mark.parametrize(
+    ("packing", "style"),
+    [
+        ("packed", "megatron"),
+        ("packed", "neox"),
+        ("best_fit", "megatron"),
+        ("pack_until_overflow", "megatron"),
+        ("unpacked", "megatron"),
+    ],
+)
+def test_a_later_weight_changes_no_sample_before_it(
+    prefixes: list[str], tmp_path: Path, packing: Packing, style: IndexStyle
+) -> None:
+    members = [Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)]
+    chosen = replace(options("50,25,25"), packing=packing, style=style)
+    rows = {}
+    for number, steps in enumerate(((), STEP, STEP + LATER)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        counts = build_index_maps(Mixture.blend(members, steps), directory, chosen, (150, 6, None))
+        dataset = open_dataset(prefixes, directory, "train", packing=packing, index_style=style)
+        rows[number] = dataset.gather(range(150))
+        for name in ("valid", "test"):
+            np.testing.assert_array_equal(
+                *(
+                    np.load(map_path(tmp_path / each, name, "dataset"))
+                    for each in ("0", str(number))
+                )
+            )
+        assert read_description(directory).steps == steps
+        assert len(list(examine(directory))) >= 9
+    assert counts["train"]["members"][2]["epochs"] > 3  # further epochs were appended
+    np.testing.assert_array_equal(rows[0][:20], rows[1][:20])
+    np.testing.assert_array_equal(rows[1][:70], rows[2][:70])
+    assert (rows[0] != rows[1]).any()
+    assert (rows[1] != rows[2]).any()
+    drawn = np.load(map_path(tmp_path / "1", "train", "dataset"))
+    assert 0 in drawn[:20]
+    assert 0 not in drawn[20:]  # its weight is 0 from the step on
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_later_weight_changes_no_sample_of_sentences_before_it(
+    sentences: list[str], tmp_path: Path, family: str
+) -> None:
+    run, tokenizer = sentence_run(family), write_tokenizer(tmp_path)
+    members = [Member(sentences[0], 1.0), Member(sentences[1], 2.0)]
+    rows, epochs = [], []
+    for number, steps in enumerate(
+        (
+            (),
+            (WeightStep(40, (9.0, 1.0)),),
+            (WeightStep(40, (9.0, 1.0)), WeightStep(90, (0.0, 1.0))),
+        )
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        mixture = Mixture.blend(members, steps)
+        counts = build_sentence_maps(mixture, directory, sentence_index_options(run), (300, 6, 0))
+        plan = sentence_plan(mixture, sentence_index_options(run), (300, 6, 0))
+        epochs.append([member["epochs"] for member in plan["train"]["members"]])
+        assert epochs[-1] == [member["epochs"] for member in counts["train"]["members"]]
+        dataset = open_split(sentences, directory, "train", run, tokenizer_directory=tokenizer)
+        rows.append(dataset.gather(range(300)))
+    np.testing.assert_array_equal(rows[0][:40], rows[1][:40])
+    np.testing.assert_array_equal(rows[1][:90], rows[2][:90])
+    assert (rows[0] != rows[1]).any()
+    assert epochs[1][0] > epochs[0][0]
+
+
+@pytest.mark.parametrize("packing", ["packed", "best_fit", "unpacked"])
+def test_a_source_beyond_its_epochs_is_refused(
+    prefixes: list[str], tmp_path: Path, packing: Packing
+) -> None:
+    chosen = replace(options("50,25,25"), packing=packing)
+    limited = [Member(prefixes[0], 0.5, max_epochs=2), Member(prefixes[1], 0.5)]
+    build_index_maps(Mixture.blend(limited), tmp_path, chosen, (10, 0, 0))
+    with pytest.raises(ConfigError, match=r"epochs of .* but its max_epochs is 2"):
+        index_plan(Mixture.blend(limited), chosen, (200, 0, 0))
+    index_plan(
+        Mixture.blend(limited, (WeightStep(8, (0.0, 1.0)),)), chosen, (200, 0, 0)
+    )  # it is left out before it reaches its limit
 
 
 def test_train_tokens_of_bert_are_the_tokens_of_the_split(

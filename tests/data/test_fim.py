@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megacore.config.data import FimConfig, TrainBpeTokenizer
@@ -53,7 +54,9 @@ def open_dataset(root: Path, name: str = "train", *, seed: int = 7, **fim: objec
 
 
 class FixedSamples:
-    """A data set of given samples."""
+    """A data set of given samples, all from one source."""
+
+    sources = (0,)
 
     def __init__(self, rows: list[list[int]], columns: int) -> None:
         self.seq_length, self.width = columns - 1, columns
@@ -63,6 +66,9 @@ class FixedSamples:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        return np.zeros(len(indices), np.int64)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
         out = np.empty((len(indices), self.width), np.int64) if out is None else out

@@ -24,13 +24,15 @@ from tests.data_parallel._modules import Mixed, batch
 
 OPTIM = OptimConfig(lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 ITERATIONS = 4
+REPEATED = frozenset({"tied"})
 WAYS = {
     "whole": ParallelConfig(grad_reduce_bucket_mb=1e-4),
     "one bucket": ParallelConfig(),
-    "sharded": ParallelConfig(grad_reduce_bucket_mb=1e-4, use_distributed_optimizer=True),
-    "sharded, one bucket": ParallelConfig(use_distributed_optimizer=True),
+    "sharded": ParallelConfig(grad_reduce_bucket_mb=1e-4, data_parallel_sharding="optimizer"),
+    "sharded, one bucket": ParallelConfig(data_parallel_sharding="optimizer"),
+    "gradients": ParallelConfig(grad_reduce_bucket_mb=1e-4, data_parallel_sharding="gradients"),
     "bf16": ParallelConfig(grad_reduce_bucket_mb=1e-4, grad_reduce_dtype="bf16"),
-    "sharded, bf16": ParallelConfig(grad_reduce_dtype="bf16", use_distributed_optimizer=True),
+    "sharded, bf16": ParallelConfig(grad_reduce_dtype="bf16", data_parallel_sharding="optimizer"),
 }
 
 
@@ -73,16 +75,27 @@ def backward(model: Mixed, sync: GradSync, seeds: list[int], scale: float = 1.0)
 
 
 def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
-    """Return gradients after a second iteration.
+    """Return gradients after a second iteration, which has the bits of the first.
 
     With a distributed optimizer they are sums only in this rank's shard.
     """
     model = Mixed()
-    sync = GradSync(dict(model.named_parameters()), mesh, config)
+    sync = GradSync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
+    sums = []
     for _ in range(2):
         backward(model, sync, seeds_of_replica(mesh))
         sync.finish()
-    return {name: gradient.clone() for name, gradient in sync.gradients.items()}
+        sums.append([bucket.reduced.clone() for bucket in sync.buckets])
+    assert all(map(torch.equal, *sums))
+    result = {name: gradient.clone() for name, gradient in sync.gradients.items()}
+    for bucket in sync.buckets if not result else ():
+        assert bucket.buffer is None
+        for piece in bucket.layout.pieces:
+            result[piece.name] = torch.full(sync.parameters[piece.name].shape, torch.nan)
+        for piece in bucket.layout.within(bucket.shard):
+            flat = result[piece.name].view(-1)
+            flat[piece.start : piece.start + piece.length] = piece.of(bucket.reduced)
+    return result
 
 
 def reductions(mesh: ProcessMesh) -> list[list[int]]:
@@ -125,7 +138,7 @@ def training(
 ) -> dict[str, Any]:
     """Run some iterations; return norms, the model's weights and this rank's optimizer state."""
     model = Mixed()
-    sync = GradSync(dict(model.named_parameters()), mesh, config)
+    sync = GradSync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
     optimizer = MainWeightAdamW([sync], OPTIM, dtype)
     norms = []
     for iteration in range(ITERATIONS):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megacore.config.parallel import ParallelConfig
-from megacore.data_parallel.grad_sync import ALIGNMENT, BucketLayout, GradSync, plan_buckets
+from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.sharding import ALIGNMENT, BucketLayout, plan_buckets
 from megacore.parallel.mesh import SINGLE_RANK, ProcessMesh
 from tests.data_parallel import _ranks
 from tests.data_parallel._modules import Mixed, total_gradients
@@ -166,7 +167,7 @@ def joined(results: Results, way: str, name: str) -> Tensor:
     Ranks that all have the whole gradient must have the same bits.
     """
     gradients = [result[f"gradients, {way}"][name] for result in results]
-    if not _ranks.WAYS[way].use_distributed_optimizer:
+    if _ranks.WAYS[way].data_parallel_sharding == "none":
         assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
         return gradients[0]
     flat = torch.full_like(gradients[0], torch.nan).flatten()
@@ -225,7 +226,7 @@ def test_one_process_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> No
         dict(model.named_parameters()),
         SERIAL,
         ParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4
+            data_parallel_sharding="optimizer", grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4
         ),
         partial=frozenset({"bias"}),
         shared={"tied": SINGLE_RANK},

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megacore.doctor.facts import Contact, Facts, Needs
-from megacore.doctor.findings import Finding
+from megacore.doctor.findings import Contact, Facts, Finding, Needs
 from megacore.doctor.protocol import HostProbe
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 

@@ -19,7 +19,7 @@ from megacore.doctor.compare import (
     slow_hosts,
     speeds,
 )
-from megacore.doctor.facts import Contact
+from megacore.doctor.findings import Contact
 from megacore.doctor.protocol import HostProbe
 from tests.doctor._made import GIB, HEALTHY, MIB, NEEDS, expect, facts, gpu_host, probe
 

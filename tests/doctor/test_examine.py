@@ -28,7 +28,7 @@ from megacore.doctor.examine import (
     rounds_of,
     try_ports,
 )
-from megacore.doctor.facts import Facts
+from megacore.doctor.findings import Facts
 from megacore.doctor.network import ports
 from megacore.doctor.protocol import NOT_BEGUN
 from megacore.doctor.subject import RunData, Subject

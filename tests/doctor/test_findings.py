@@ -4,8 +4,14 @@ import json
 from rich.console import Console
 
 from megacore.doctor.compare import compare
-from megacore.doctor.facts import PairMeasurement
-from megacore.doctor.findings import REPORT_VERSION, Examination, Finding, show, worst
+from megacore.doctor.findings import (
+    REPORT_VERSION,
+    Examination,
+    Finding,
+    PairMeasurement,
+    show,
+    worst,
+)
 from tests.doctor._made import facts, probe
 
 

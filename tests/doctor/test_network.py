@@ -1,7 +1,7 @@
 from typing import Any
 
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.facts import Facts, PairMeasurement
+from megacore.doctor.findings import Facts, PairMeasurement
 from megacore.doctor.network import bandwidth, interfaces, late_links, names, ports, slow_links
 from megacore.doctor.protocol import NOT_BEGUN, HostProbe
 from tests.doctor._made import NEEDS, expect, facts, probe

@@ -77,7 +77,7 @@ def test_needs_include_memory_gradients_and_checkpoints() -> None:
 def test_elastic_run_needs_the_memory_of_its_fewest_hosts() -> None:
     """ZeRO shards the state over these hosts: on fewer hosts each rank needs more memory."""
     hosts = {"a": 2, "b": 2, "c": 2}
-    zero = {"use_distributed_optimizer": True}
+    zero = {"data_parallel_sharding": "optimizer"}
     fixed = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": 2})
     elastic = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "2:3"})
     expected = needs_of(Subject({"a": 2, "b": 2}, Path("/w"), fixed.launch, fixed), "cpu", "fp32")

@@ -293,6 +293,10 @@ def test_a_capture_compiles_nothing(cuda: None, monkeypatch: pytest.MonkeyPatch)
             "parallel.tensor_model_parallel_size is 2, but a graph holds no communication",
         ),
         (
+            {"parallel": {"context_parallel_size": 2}, "launch": {"nproc_per_node": 2}},
+            "parallel.context_parallel_size is 2, but a graph holds no communication",
+        ),
+        (
             {"parallel": {"pipeline_model_parallel_size": 2}, "launch": {"nproc_per_node": 2}},
             "parallel.pipeline_model_parallel_size is 2, but a graph holds no communication",
         ),

@@ -1,11 +1,16 @@
 """The native engine: mixed precision, skipped updates, and its state."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config.run import RunConfig
 from megacore.engine.base import Engine
@@ -18,6 +23,7 @@ from megacore.models.base import POSITION_BUCKETS
 from megacore.models.build import build_model
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
 from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper
@@ -223,3 +229,43 @@ def test_a_restored_engine_continues_bit_identically(precision: str) -> None:
     resumed.load_state(state, resumed.tensors())
     assert [iterate(resumed) for _ in range(3)] == expected
     assert resumed.loss_scale == uninterrupted.loss_scale
+
+
+REPLICAS = 32
+
+
+def print_start_memory() -> None:
+    """Print the parameters of a model, and memory (bytes) of a replica's start: peak and end."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+    dist.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
+    config = _runs.config(
+        model={"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8},
+        parallel={"data_parallel_sharding": "parameters"},
+    )
+    mesh = ProcessMesh.build(RankLayout(data=REPLICAS))
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far
+    before = status("VmRSS")
+    engine: Any = build_engine(
+        config,
+        _runs.VOCAB_SIZE,
+        mesh,
+        special_tokens=_runs.TOKENS,
+        device=torch.device("cpu"),
+        precision="bf16",
+    )
+    memory = status("VmHWM") - before, status("VmRSS") - before
+    sys.stdout.write(" ".join(map(str, (engine._stage.parameter_count, *memory))))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_no_replica_holds_the_whole_model_in_fp32_at_its_start() -> None:
+    code = f"from {__name__} import print_start_memory; print_start_memory()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    parameters, peak, end = map(int, run.stdout.split())
+    bucket = 25 * 2**20  # fp32, as in `parallel.grad_reduce_bucket_mb`
+    assert peak < end + bucket
+    assert 4 * parameters > 3 * bucket

@@ -43,6 +43,7 @@ OLMO2 = LLAMA | {
 ALIBI = {"position_embedding_type": "alibi", "parallel_residual": True}
 T5 = {"position_embedding_type": "relative", "normalization": "rmsnorm"}
 TP2 = {"tensor_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 SP = {"sequence_parallel": True}
 SERIAL = {
     "gpt": Case(model=DROPOUT, train={"recompute": "full"}),
@@ -56,6 +57,8 @@ SERIAL = {
 TWO_RANKS = {
     "gpt": Case(TP2),
     "llama": Case(TP2 | SP, model=LLAMA),
+    "parts": Case(CP2, model=LLAMA),
+    "parts with dropout": Case(CP2, {"recompute": "full"}, DROPOUT),
     "gemma2": Case(TP2, model=GEMMA2),
     "olmo2": Case(TP2 | SP, model=OLMO2),
     "one group of keys": Case(TP2 | SP, model=LLAMA | {"num_query_groups": 1}),

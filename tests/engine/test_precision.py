@@ -6,18 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from megacore import hardware
 from megacore.errors import LaunchError
 from megacore.hardware import (
     Hardware,
     cpu_multiplies_bf16,
-    cpu_runs_kernels,
     resolve_precision,
     torch_build,
 )
-from megacore.kernels.cpu import common
 from megacore.ranks.process import choose_device
 
 
@@ -53,34 +50,6 @@ def test_native_bf16_of_a_cpu_is_read_from_its_flags(
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n", encoding="ascii")
     assert cpu_multiplies_bf16(cpuinfo) is native
-
-
-@pytest.mark.parametrize(
-    ("flags", "precisions"),
-    [
-        ("fma avx2", set()),
-        ("fma avx512f avx512bw avx512dq avx512vl", {"fp32"}),
-        ("avx512f avx512bw avx512dq avx512vl avx512_bf16", set()),
-        ("fma avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_fp16", {"fp32", "bf16"}),
-    ],
-)
-def test_kernels_of_a_cpu_are_known_from_its_flags(
-    tmp_path: Path, flags: str, precisions: set[str]
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"flags\t\t: {flags}\n", encoding="ascii")
-    types = ("fp32", "bf16", "fp16")
-    assert {each for each in types if cpu_runs_kernels(each, cpuinfo)} == precisions
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
-)
-def test_kernels_of_this_cpu_are_those_that_they_say_themselves(
-    precision: str, dtype: torch.dtype
-) -> None:
-    assert cpu_runs_kernels(precision) is common.runs(dtype)
 
 
 def test_an_unknown_cpu_has_no_native_bf16(tmp_path: Path) -> None:

@@ -327,7 +327,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _state(pid: int) -> str:
-    return _stat(pid)[0] if _stat(pid) else ""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
 
 
 def session_of(pid: int) -> int:

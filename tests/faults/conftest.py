@@ -36,9 +36,14 @@ def outcome_of(
     ]
     cases = [case for case in selected if isinstance(case, Case)]
     cases.sort(key=lambda case: FIRST.index(case.kind) if case.kind in FIRST else len(FIRST))
+    store = (
+        request.getfixturevalue("empty_store")
+        if any(case.kind == "flow" for case in cases)
+        else None
+    )
     pool = ThreadPoolExecutor(WORKERS)
     futures: dict[Case, Future[list[Outcome]]] = {
-        case: pool.submit(run_case, bench, case) for case in cases
+        case: pool.submit(run_case, bench, case, store) for case in cases
     }
     yield lambda case: futures[case].result()
     pool.shutdown(cancel_futures=True)

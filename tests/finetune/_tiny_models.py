@@ -190,6 +190,22 @@ def word_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return rows
 
 
+def choice_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return questions with three choices, of which the right one is `good`; quickly learned."""
+    generator = random.Random(seed)
+    others = [word for word in WORDS if word != "good"]
+    rows = []
+    for number in range(count):
+        label, choices = generator.randrange(3), generator.sample(others, 3)
+        choices[label] = "good"
+        question = ("the dog is", "the _ cat")[number % 2]
+        context = sentence(generator, 2 + number % 3)
+        rows.append(
+            {"context": context, "question": question, "choices": choices, "label": "ABC"[label]}
+        )
+    return rows
+
+
 def copy_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Return sources with their first words as targets."""
     generator = random.Random(seed)
@@ -229,6 +245,11 @@ TASKS: dict[str, dict[str, Any]] = {
         "sentence2_column": "sentence2",
         "max_length": 16,
     },
+    "multiple_choice": {
+        "kind": "multiple_choice",
+        "question_column": "question",
+        "max_length": 16,
+    },
     "seq2seq": {
         "kind": "seq2seq",
         "source_column": "source",
@@ -239,7 +260,12 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "causal_lm": {"kind": "causal_lm", "block_size": 16},
 }
-_ROWS = {"classification": pair_rows, "seq2seq": copy_rows, "causal_lm": text_rows}
+_ROWS = {
+    "classification": pair_rows,
+    "multiple_choice": choice_rows,
+    "seq2seq": copy_rows,
+    "causal_lm": text_rows,
+}
 
 
 def tiny_config(

@@ -1,7 +1,7 @@
 """Cases that two gloo ranks run for the tests of this package, in one start."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ DECAY = {
 DECAY["params"] |= {"total_num_steps": "auto", "warmup_type": "linear"}
 
 
+KINDS = ("ddp", "zero2", "zero3", "fsdp")
 DISTRIBUTED = {
     "deberta": ("ddp", "zero2", "zero3", "fsdp"),
     "blenderbot": ("ddp", "zero2", "zero3"),
@@ -68,47 +69,20 @@ def write_real(root: Path, model: str) -> None:
     _tiny_models.prepare(configuration, root / model / "stages")
 
 
-FAST = ("ddp", "zero2", "ddp resumed")
-"""Cases that `make test` runs."""
+def run_cases(root: Path, place: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Run some CASES on the models in `root`, and return this rank's results by name.
+
+    Each run has a directory in `place`.
+    """
+    return {name: CASES[name](root, place) for name in names}
 
 
-def cases(root: Path, only: Collection[str] = ()) -> dict[str, Any]:
-    """Run the cases and return this rank's results by name; all cases without `only`."""
-    all_cases: dict[str, Callable[[], dict[str, Any]]] = {}
-    for kind in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp"):
-        all_cases[kind] = partial(_case, root, kind, kind)
-    for kind in ("ddp", "zero2", "fsdp"):
-        all_cases[f"{kind} accumulated"] = partial(
-            _case, root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2}
-        )
-    for kind in ("ddp", "zero2", "zero3", "fsdp"):
-        all_cases[f"{kind} bf16"] = partial(
-            _case, root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2}
-        )
-    all_cases["json optimizer"] = partial(
-        _case, root, "json", "zero2", launch={"deepspeed_config": ADAMW}
-    )
-    all_cases["json both"] = partial(
-        _case,
-        root,
-        "json-both",
-        "zero2",
-        launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}},
-    )
-    for kind in ("ddp", "zero2", "zero3", "fsdp"):
-        all_cases[f"{kind} resumed"] = partial(_resumed, root, kind)
-    for model, kinds in DISTRIBUTED.items():
-        for distributed in kinds:
-            all_cases[f"{model} {distributed}"] = partial(_real, root, model, distributed)
-    all_cases["divided"] = partial(_divided, root)
-    assert all_cases.keys() >= set(only)
-    return {name: case() for name, case in all_cases.items() if not only or name in only}
-
-
-def _case(root: Path, name: str, kind: str, **sections: Any) -> dict[str, Any]:
+def _case(root: Path, place: Path, name: str, kind: str, **sections: Any) -> dict[str, Any]:
     launch = {"distributed": kind} | sections.pop("launch", {})
     # 24 samples: an epoch is 3 batches of 8, so with 2 accumulated the last step has one.
-    result = run(config(launch=launch, **sections), TinyTask(root / "model", train=24), root / name)
+    result = run(
+        config(launch=launch, **sections), TinyTask(root / "model", train=24), place / name
+    )
     still_alive()
     return {
         "losses": result.losses,
@@ -119,18 +93,18 @@ def _case(root: Path, name: str, kind: str, **sections: Any) -> dict[str, Any]:
     }
 
 
-def _resumed(root: Path, kind: str) -> dict[str, Any]:
+def _resumed(root: Path, place: Path, kind: str) -> dict[str, Any]:
     """Run with dropout, without a break and with a signal to the second rank within an epoch."""
     configuration = config(launch={"distributed": kind})
-    unbroken = run(configuration, TinyTask(root / "dropout"), root / f"{kind}-whole")
+    unbroken = run(configuration, TinyTask(root / "dropout"), place / f"{kind}-whole")
     still_alive()
     rank = int(os.environ["RANK"])
     stopped = run(
         configuration,
         TinyTask(root / "dropout", signal_at=5 if rank == 1 else None),
-        root / f"{kind}-twice",
+        place / f"{kind}-twice",
     )
-    resumed = run(configuration, TinyTask(root / "dropout"), root / f"{kind}-twice", attempt=2)
+    resumed = run(configuration, TinyTask(root / "dropout"), place / f"{kind}-twice", attempt=2)
     still_alive()
     return {
         "stopped": stopped.stopped,
@@ -145,7 +119,7 @@ def _resumed(root: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
+def _real(root: Path, place: Path, model: str, distributed: str) -> dict[str, Any]:
     """Run a real task on the artifacts of `write_real`."""
     from megacore.finetune.task import build_task
 
@@ -156,7 +130,7 @@ def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
     task = build_task(
         configuration, root / model / "stages" / "examples", root / model / "stages" / "pretrained"
     )
-    result = run(configuration, task, root / f"{model}-{distributed}")
+    result = run(configuration, task, place / f"{model}-{distributed}")
     still_alive()
     return {
         "losses": result.losses,
@@ -164,13 +138,13 @@ def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
     }
 
 
-def _divided(root: Path) -> dict[str, Any]:
+def _divided(root: Path, place: Path) -> dict[str, Any]:
     """Return how many numbers of a model read under ZeRO-3 this rank holds, and all ranks."""
     from megacore.finetune.distribution import training_arguments
 
     configuration = config(launch={"distributed": "zero3"})
     arguments = training_arguments(
-        configuration, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root
+        configuration, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=place
     )
     parameters = list(TinyTask(root / "model").build_model().parameters())
     local = sum(parameter.ds_tensor.numel() for parameter in parameters)
@@ -180,3 +154,35 @@ def _divided(root: Path) -> dict[str, Any]:
         "held": local,
         "all": sum(parameter.ds_numel for parameter in parameters),
     }
+
+
+CASES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    **{kind: partial(_case, name=kind, kind=kind) for kind in (*KINDS, "zero3-offload")},
+    **{
+        f"{kind} accumulated": partial(
+            _case, name=f"{kind}-acc", kind=kind, train={"gradient_accumulation_steps": 2}
+        )
+        for kind in ("ddp", "zero2", "fsdp")
+    },
+    **{
+        f"{kind} bf16": partial(
+            _case, name=f"{kind}-bf16", kind=kind, train={"precision": "bf16", "max_steps": 2}
+        )
+        for kind in KINDS
+    },
+    "json optimizer": partial(_case, name="json", kind="zero2", launch={"deepspeed_config": ADAMW}),
+    "json both": partial(
+        _case,
+        name="json-both",
+        kind="zero2",
+        launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}},
+    ),
+    **{f"{kind} resumed": partial(_resumed, kind=kind) for kind in KINDS},
+    **{
+        f"{model} {kind}": partial(_real, model=model, distributed=kind)
+        for model, kinds in DISTRIBUTED.items()
+        for kind in kinds
+    },
+    "divided": _divided,
+}
+"""All cases by name; each takes the directory of the models and that of the runs."""

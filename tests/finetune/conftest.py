@@ -19,21 +19,36 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
-def rank_results(tiny_root: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return the results of `_two_ranks.cases` by rank: the fast cases, or all for slow tests."""
+@pytest.fixture(scope="module")
+def rank_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory with the runs of `rank_results`."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def rank_results(
+    tiny_root: Path, rank_root: Path, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    """Return the results of two ranks: those that the module's selected tests need.
+
+    The module's RANK_CASES has the names of the cases of fast and of slow tests.
+    """
     pytest.importorskip("deepspeed")
     from tests._dist import run_distributed
     from tests.finetune import _two_ranks
 
-    slow = any(
-        item.get_closest_marker("slow") and "rank_results" in getattr(item, "fixturenames", ())
+    speeds = {
+        "slow" if item.get_closest_marker("slow") else "fast"
         for item in request.session.items
-    )
-    for model in _two_ranks.DISTRIBUTED if slow else ():
-        _two_ranks.write_real(tiny_root, model)
-    only = () if slow else _two_ranks.FAST
-    return run_distributed(2, _two_ranks.cases, tiny_root, only, timeout=150)
+        if item.path == request.path and "rank_results" in getattr(item, "fixturenames", ())
+    }
+    needed = {name for speed in speeds for name in request.module.RANK_CASES[speed]}
+    names = [name for name in _two_ranks.CASES if name in needed]
+    assert len(names) == len(needed), needed
+    for model in _two_ranks.DISTRIBUTED:
+        if any(name.startswith(f"{model} ") for name in names):
+            _two_ranks.write_real(tiny_root, model)
+    return run_distributed(2, _two_ranks.run_cases, tiny_root, rank_root, names, timeout=150)
 
 
 @pytest.fixture

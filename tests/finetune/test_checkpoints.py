@@ -15,6 +15,10 @@ from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
 TRAIN = {"micro_batch_size": 8}
 SLOW = pytest.mark.slow
+RANK_CASES = {
+    "fast": ("ddp", "ddp resumed"),
+    "slow": ("zero2 resumed", "zero3 resumed", "fsdp resumed"),
+}
 
 
 @pytest.mark.parametrize(
@@ -225,9 +229,9 @@ def test_crash_while_saving_leaves_a_checkpoint_to_resume_from(
 
 
 def test_checkpoint_of_another_number_of_ranks_is_refused(
-    tiny_root: Path, rank_results: list[dict[str, Any]], tmp_path: Path
+    tiny_root: Path, rank_root: Path, rank_results: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    shutil.copytree(tiny_root / "ddp", tmp_path / "ddp")
+    shutil.copytree(rank_root / "ddp", tmp_path / "ddp")
     with pytest.raises(CheckpointError, match="is of 2 ranks and the job has 1"):
         run(config(), TinyTask(tiny_root / "model", train=24), tmp_path / "ddp")
 

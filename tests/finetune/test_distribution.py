@@ -17,7 +17,7 @@ from megacore.finetune.distribution import (
 )
 from megacore.finetune.trainer import parameter_groups, prepare
 from tests.finetune._tiny_task import TinyTask, config
-from tests.finetune._two_ranks import ADAMW, DECAY
+from tests.finetune._two_ranks import ADAMW, CASES, DECAY
 
 LOSS_TOLERANCE = 1e-6
 """Tolerated relative difference of losses in fp32: ranks sum in another order."""
@@ -29,6 +29,10 @@ Adam divides by the root of small numbers.
 
 
 SLOW = pytest.mark.slow
+RANK_CASES = {
+    "fast": ("ddp", "zero2"),
+    "slow": [name for name in CASES if not name.endswith(" resumed")],
+}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from megacore.errors import ConfigError, DataFormatError, LossError, MemoryExhaustedError
 from megacore.finetune import probe
-from megacore.finetune.batch_size import Answer, Fits, TooLarge, largest_batch
 from megacore.jobs.finetune import ProbeJob
+from megacore.ranks.batch_size_search import Answer, Fits, TooLarge, largest_batch
 from tests._dist import run_distributed, still_alive
 from tests.finetune._tiny_models import prepare, tiny_config, write_data, write_model
 

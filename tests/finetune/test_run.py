@@ -13,6 +13,7 @@ from megacore.finetune.resolve import Schedule
 from tests.finetune._tiny_task import LENGTH, Run, TinyTask, config, run
 
 BATCH_OF_EIGHT = {"micro_batch_size": 8}
+RANK_CASES = {"fast": ("ddp",)}
 
 
 @pytest.fixture(scope="module")

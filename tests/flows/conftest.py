@@ -121,7 +121,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Provide the flow `pretrain` on a tiny corpus.
 
-    It returns each stage's outcome instead of raising.
+    It returns each stage's outcome instead of raising. Its ranks are forked from a warm process.
     """
     directory = tmp_path_factory.mktemp("conf")
     write_corpus(directory / "corpus")
@@ -129,7 +129,9 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     conf.write_text(yaml.safe_dump(tiny_config(directory / "corpus")), encoding="utf-8")
 
     from flows.pretrain import pretrain
+    from megacore.ranks import stages
     from tasks import _pipeline
+    from tests.flows import _warm_ranks
 
     def run(**overrides: Any) -> FlowRun:
         result = FlowRun()
@@ -145,6 +147,7 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_pipeline.StageRunner, "_report", remember)
             patch.setattr(pretrain, "on_failure_hooks", [remember_run])
+            patch.setattr(stages, "supervise", _warm_ranks.supervise)
             try:
                 pretrain(
                     str(conf), {key.replace("__", "."): value for key, value in overrides.items()}

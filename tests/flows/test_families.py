@@ -1,6 +1,7 @@
 """Small configurations of each family through the whole flow, on the standard library's source."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def separate_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def separate_workspace(
+    workspace: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Provide a workspace next to the session's, whose tests count its contents.
 
     The Prefect server is the session's.
     """
     root = tmp_path_factory.mktemp("families")
+    shutil.copy(empty_store, root / "mlflow.db")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(root))
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")

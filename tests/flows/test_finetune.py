@@ -77,8 +77,11 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def place(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(
+    workspace: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("finetune")
+    shutil.copy(empty_store, root / "mlflow.db")
     data = tmp_path_factory.mktemp("finetune-data")
     write_rows(data / "train.jsonl", word_rows(96, 1))
     write_rows(data / "valid.jsonl", word_rows(40, 2))
@@ -264,7 +267,7 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
     killer.start()
     finished.finetune(
         optim__lr=5e-3,
-        train__max_steps=400,
+        train__max_steps=120,
         checkpoint__save_interval=20,
         launch__retries=1,
         launch__retry_delay=0,
@@ -275,7 +278,7 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
     starts = events(run, "start")
     assert [event["attempt"] for event in starts] == [1, 2]
     assert starts[1]["resumed_from"] >= 20
-    assert max(event["iteration"] for event in events(run, "step")) == 400
+    assert max(event["iteration"] for event in events(run, "step")) == 120
 
 
 def test_invalid_configurations_are_refused_before_training(finished: Place) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -104,8 +105,10 @@ def kill_flow(clone: Clone) -> None:
 
 
 @pytest.fixture(scope="module")
-def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+def team(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     clone = Clone(tmp_path_factory.mktemp("team"))
+    clone.workspace.mkdir(exist_ok=True)
+    shutil.copy(empty_store, clone.workspace / "mlflow.db")
     write_corpus(clone.root / "corpus")
     config = tiny_config(clone.root / "corpus")
     config["train"] |= {"train_iters": ITERATIONS[-1], "log_interval": 20, "eval_interval": 60}

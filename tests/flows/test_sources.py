@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from flows.prepare_data import prepare_data
 from flows.pretrain import pretrain
+from megacore.artifact import Workspace, open_artifact
 from megacore.corpus import collect as corpus
 from megacore.errors import DataFormatError, WorkerLostError
+from megacore.inspect.provenance import find_origins, read_document
+from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from megacore.tokenizer import tokenize as shards
 from tasks import _pipeline
+from tasks.curate import curation_metrics
+from tests.flows import _warm_ranks
 from tests.flows.conftest import tiny_config
 
 Rows = dict[str, str]
@@ -103,6 +110,80 @@ def test_only_changed_parts_of_a_blend_run_again(place: Path, rows: Rows) -> Non
     ]
 
 
+def test_sources_are_curated_before_they_are_tokenized(place: Path, rows: Rows) -> None:
+    pytest.importorskip("datatrove", reason="the extra curate is not installed")
+    members = []
+    for name in "ab":
+        member = source(place, name, 60)
+        file = Path(member["files"][0])
+        file.write_text(file.read_text(encoding="utf-8") * 2, encoding="utf-8")
+        members.append({"weight": 1, "source": member})
+    steps: list[dict[str, Any]] = [{"step": "exact_dedup"}]
+    data = {"blend": members, "curate": steps, "curate_workers": 1}
+    prepare_data(write_conf(place, **data))
+    assert list(rows)[2:5] == ["curate", "curate 2", "tokenizer"]
+    workspace = Workspace.of(place / "workspace")
+    artifacts = [
+        open_artifact(path.parent) for path in workspace.folder("blend").glob("*/manifest.json")
+    ]
+    (tokens,) = (artifact for artifact in artifacts if artifact.stage == "blend")
+    assert tokens.counts["documents"] == 120
+    assert curation_metrics(tokens) == {
+        "curate/documents_read": 240,
+        "curate/documents_kept": 120,
+        "curate/words_read": 240 * 42,
+        "curate/words_kept": 120 * 42,
+        "curate/bytes_read": pytest.approx(240 * 204, abs=240),
+        "curate/bytes_kept": pytest.approx(120 * 204, abs=120),
+        "curate/removed_1_exact_dedup": 120,
+    }
+    for prefix in token_prefixes(tokens.directory):
+        origins = find_origins(prefix, 60)
+        assert origins is not None
+        where = origins.place(7)
+        assert where is not None
+        document = read_document(where)
+        name, number, *_ = document.text.split()
+        assert document.source == f"{place / name}.jsonl:{int(number) + 1}"
+
+    steps.append({"step": "gopher_quality", "min_doc_words": 1000})
+    with pytest.raises(DataFormatError, match="keeps none of 120 documents; 1 exact_dedup removed"):
+        prepare_data(write_conf(place, **data)).result()  # type: ignore[union-attr]
+    assert rows["collect"] == "cached"
+    steps[-1]["min_doc_words"] = 2
+    steps[-1]["min_stop_words"] = 0
+    prepare_data(write_conf(place, **data))
+    assert (rows["collect"], rows["curate"], rows["tokenize"]) == ("cached", "ran", "ran")
+    prepare_data(write_conf(place, **data))
+    assert set(rows.values()) == {"cached"}
+
+
+def test_duplicates_between_sources_fall_to_the_first_one(place: Path, rows: Rows) -> None:
+    pytest.importorskip("datatrove", reason="the extra curate is not installed")
+    members = [{"weight": 1, "source": source(place, name, 40)} for name in "abc"]
+    first, second = (Path(member["source"]["files"][0]) for member in members[:2])
+    shared = first.read_text(encoding="utf-8").splitlines(keepends=True)[:15]
+    second.write_text("".join(shared) + second.read_text(encoding="utf-8"), encoding="utf-8")
+    steps = [{"step": "exact_dedup", "across_sources": True}]
+    data = {"blend": members, "curate": steps, "curate_workers": 1}
+    prepare_data(write_conf(place, **data))
+    assert list(rows)[3:6] == ["curate", "curate 2", "curate 3"]
+    reports = [
+        json.loads(path.read_bytes())
+        for path in Workspace.of(place / "workspace").folder("curate").glob("*/report.json")
+    ]
+    assert sorted(report["documents"]["read"] for report in reports) == [40, 40, 55]
+    assert [report["documents"]["kept"] for report in reports] == [40] * 3
+    reasons = [report["steps"][0]["reasons"] for report in reports]
+    assert sorted(reasons, key=len) == [{}, {}, {"duplicate of source 1": 15}]
+
+    second.write_text(second.read_text(encoding="utf-8") + shared[0], encoding="utf-8")
+    prepare_data(write_conf(place, **data))
+    assert [rows[name] for name in ("curate", "curate 2", "curate 3")] == ["cached", "ran", "ran"]
+    prepare_data(write_conf(place, **data))
+    assert set(rows.values()) == {"cached"}
+
+
 def test_sources_are_collected_and_tokenized_side_by_side(
     place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,14 +236,55 @@ def test_error_of_a_source_is_the_flows_after_the_others_finished(
 
 
 @pytest.mark.slow
-def test_pretraining_on_a_blend_completes(place: Path, rows: Rows) -> None:
+def test_pretraining_on_a_blend_reports_the_losses_of_its_sources(
+    place: Path, rows: Rows, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(stages, "supervise", _warm_ranks.supervise)
+    (place / "workspace").mkdir()
+    shutil.copy(empty_store, place / "workspace" / "mlflow.db")
     members = [
-        {"weight": 3, "source": source(place, "a", 60)},
+        {"weight": 3, "name": "web", "source": source(place, "a", 60)},
         {"weight": 1, "source": source(place, "b", 60)},
     ]
-    pretrain(write_conf(place, blend=members))
+    batches = {"micro_batch_size": 1, "global_batch_size": 8, "log_interval": 3}
+    conf = write_conf(place, blend=members)
+    pretrain(conf, {f"train.{name}": value for name, value in batches.items()})
     assert set(rows.values()) == {"ran"}
     assert list(rows)[-3:] == ["evaluate", "convert", "publish"]
+
+    (run,) = (path.parent for path in place.glob("workspace/runs/*/mlflow.json"))
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    last = {event["kind"]: event for event in map(json.loads, lines)}
+    (score,) = (
+        row
+        for path in place.glob("workspace/evaluations/*/evaluation.json")
+        for row in json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
+        if row["iteration"] == last["perplexity"]["iteration"]
+    )
+    recorded = json.loads((run / "mlflow.json").read_text(encoding="utf-8"))
+    metrics = MlflowClient().get_run(recorded["run_id"]).data.metrics
+    for losses, total, prefix, measure in (
+        (last["evaluation"]["by_source"], last["evaluation"]["lm_loss"], "loss", float),
+        (last["perplexity"]["by_source"], last["perplexity"]["valid_loss"], "ppl", math.exp),
+        (score["valid_by_source"], score["valid_loss"], "ppl", math.exp),
+        (score["test_by_source"], score["test_loss"], None, float),
+    ):
+        # evaluate.max_samples 8 is less than the first source has, and still both are measured.
+        assert [each["source"] for each in losses] == ["web", "1-b-jsonl"]
+        tokens = sum(each["tokens"] for each in losses)
+        mean = sum(each["loss"] * each["tokens"] for each in losses) / tokens
+        assert mean == pytest.approx(total, rel=1e-6)
+        for each in losses if prefix else ():
+            metric = metrics[f"validation/{prefix}_by_source/{each['source']}"]
+            assert metric == pytest.approx(measure(each["loss"]), rel=1e-6)
+    estimates = last["step"]["by_source"]
+    assert sum(each["samples"] for each in estimates) == 24
+    for each in estimates:
+        assert metrics[f"train/loss_by_source/{each['source']}"] == pytest.approx(each["loss"])
+        assert each["loss"] == pytest.approx(last["step"]["lm_loss"], rel=0.1)
+    assert "Loss by source" in (run / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

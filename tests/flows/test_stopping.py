@@ -1,6 +1,7 @@
 """Trainings that are asked to stop, reported by the flow and resumed by the same command."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -52,10 +53,13 @@ def wait_for_end(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int,
 
 
 @pytest.mark.slow
-def test_stopped_and_preempted_flow_is_resumed_to_the_end(conf: Path, tmp_path: Path) -> None:
+def test_stopped_and_preempted_flow_is_resumed_to_the_end(
+    conf: Path, tmp_path: Path, empty_store: Path
+) -> None:
     """Stop by an interval, then by SIGUSR1 to the flow, whose retry resumes to the end."""
     workspace = tmp_path / "workspace"
     workspace.mkdir()
+    shutil.copy(empty_store, workspace / "mlflow.db")
     code, log = wait_for_end(start(conf, workspace, "train.exit_interval=10"), workspace)
     assert code == 75, log[-3000:]
     assert (
@@ -97,5 +101,6 @@ def test_stopped_flow_run_has_a_separate_state(bench: Bench, tmp_path: Path) -> 
     assert (state.name, state.type.value) == ("Stopped", "CANCELLED")
     assert "training stopped at iteration 1 of 3" in str(state.message)
     assert "python -m flows.pretrain --conf" in str(state.message)
-    del overrides["train.exit_interval"]
-    assert pretrain(str(bench.conf), overrides, return_state=True).is_completed()
+    resumed = bench.pretrain(seed=75)
+    assert resumed.error is None
+    assert "train" in resumed.stages("ran")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,10 +99,11 @@ def last_checkpoint(workspace: Path) -> int:
     ids=lambda number: number.name,
 )
 def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
-    conf: Path, tmp_path: Path, signal_number: signal.Signals
+    conf: Path, tmp_path: Path, empty_store: Path, signal_number: signal.Signals
 ) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
+    shutil.copy(empty_store, workspace / "mlflow.db")
     flow = start(conf, workspace)
     try:
         wait_for(
@@ -178,7 +180,7 @@ def test_retry_after_a_lost_rank_resumes(bench: Bench, conf: Path) -> None:
 
     killer = threading.Thread(target=kill_one_rank)
     killer.start()
-    overrides = {"seed": 8, "train.train_iters": 400, "launch.retries": 1, "launch.retry_delay": 0}
+    overrides = {"seed": 8, "train.train_iters": 200, "launch.retries": 1, "launch.retry_delay": 0}
     pretrain(str(conf), overrides)
     killer.join()
     directory = run_directory()

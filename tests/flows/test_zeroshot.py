@@ -1,17 +1,21 @@
-"""The zero-shot stage: its scores in MLflow and in the summary, and its caching."""
+"""The stages zeroshot and lm-eval: scores in MLflow, report and summary, and caching."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megacore.artifact import Workspace, open_artifact
+from megacore.zeroshot.harness import metrics_of
 from tasks import _pipeline
 from tests.flows.conftest import Bench
 from tests.zeroshot import _texts
+from tests.zeroshot.test_harness import write_task
 
 pytestmark = pytest.mark.slow
-STAGES = ["zeroshot iter_0000002", "zeroshot iter_0000003"]
+CHECKPOINTS = ("iter_0000002", "iter_0000003")
+STAGES = [f"zeroshot {name}" for name in CHECKPOINTS]
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +23,24 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("texts")
     _texts.write_wikitext(directory / "wiki", 300)
     _texts.write_lambada(directory / "lambada", 8)
+    write_task(directory / "tasks")
     return directory
 
 
 def values(texts: Path) -> dict[str, object]:
-    paths = {
+    zero_shot = {
         "wikitext": str(texts / "wiki"),
         "lambada": str(texts / "lambada"),
         "overlapping_eval": 16,
+        "passkey__lengths": [600],
+        "passkey__depths": [0.0, 1.0],
+        "passkey__prompts": 2,
+        "passkey__candidates": 3,
     }
     # A separate seed, since other tests of this workspace extend the run of the default one.
-    return {"seed": 77} | {f"evaluate__zero_shot__{name}": value for name, value in paths.items()}
+    lm_eval = {"tasks": ["colours"], "include_path": str(texts / "tasks"), "checkpoints": "all"}
+    run = {"seed": 77, "model__max_position_embeddings": 600, "evaluate__lm_eval": lm_eval}
+    return run | {f"evaluate__zero_shot__{name}": value for name, value in zero_shot.items()}
 
 
 def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path) -> None:
@@ -41,6 +52,10 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
         run = bench.pretrain(**values(texts))
     assert run.error is None
     assert [run.outcomes[stage] for stage in STAGES] == ["ran", "ran"]
+    converted = [run.outcomes[f"convert {name}"] for name in CHECKPOINTS]
+    assert sorted(converted) == ["cached", "ran"]  # the best was exported before
+    scored = [run.outcomes[f"lm-eval {name}"] for name in CHECKPOINTS]
+    assert scored == ["ran", "ran"]
     newest = "iter_0000003"
     (directory,) = (
         path
@@ -50,6 +65,16 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
     scores = json.loads((directory / "zeroshot.json").read_text(encoding="utf-8"))
     assert scores["lambada"]["passages"] == 8
     assert f"| {newest} | {scores['wikitext']['word_ppl']:,.2f} |" in summaries[0]
+    accuracy = {
+        open_artifact(path).counts["iteration"]: metrics_of(
+            json.loads((path / "lm-eval.json").read_text(encoding="utf-8"))
+        )["lm_eval/colours/acc"]
+        for path in Workspace(bench.workspace).folder("lm-eval").glob("[!.]*")
+    }
+    assert sorted(accuracy) == [2, 3]
+    assert f"| {newest} | {accuracy[3]:.4g} |" in summaries[0]
+    (page,) = bench.workspace.glob("runs/*/report.html")
+    assert "<td>colours acc</td>" in page.read_text(encoding="utf-8")
     client = MlflowClient()
     runs = [
         json.loads(path.read_text())["run_id"]
@@ -59,16 +84,23 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
     expected = {
         "wikitext_ppl": scores["wikitext"]["word_ppl"],
         "lambada_accuracy": scores["lambada"]["accuracy"],
+        "passkey_accuracy": scores["passkey"]["accuracy"],
+        "passkey_ranked_accuracy/0000600/1": scores["passkey"]["cells"][1]["ranked_accuracy"],
+        "lm_eval/colours/acc": accuracy[3],
     }
-    assert any(expected.items() <= run_metrics.items() for run_metrics in metrics)
+    (measured,) = (each for each in metrics if expected.items() <= each.items())
+    assert {"validation/loss_by_position/0000000", "test/loss_by_position/0000030"} <= set(measured)
+    pages = [path.read_text() for path in bench.workspace.glob("runs/*/report.html")]
+    (page,) = (text for text in pages if "Zero-shot scores" in text)
+    assert "Passkey ranked accuracy of iteration " in page
+    assert "test of the exported one" in page
 
 
 def test_copied_text_is_not_scored_again(bench: Bench, texts: Path, tmp_path: Path) -> None:
-    for path in texts.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(texts, tmp_path, dirs_exist_ok=True)
     assert bench.pretrain(**values(tmp_path)).stages("ran") == []
     (tmp_path / "wiki").write_text("the value of the sum .", encoding="utf-8")
-    assert bench.pretrain(**values(tmp_path)).stages("ran") == STAGES
+    assert bench.pretrain(**values(tmp_path)).stages("ran") == [*STAGES, "publish"]
 
 
 def test_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:

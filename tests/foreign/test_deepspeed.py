@@ -124,7 +124,7 @@ def test_zero_settings_are_read_from_the_json() -> None:
         }
     }
     assert zero_of(asking(content)) == ZeroSettings(3, "none", "nvme", "/nvme")
-    assert zero_of(asking({}, parallel={"use_distributed_optimizer": True})) == ZeroSettings(1)
+    assert zero_of(asking({}, parallel={"data_parallel_sharding": "optimizer"})) == ZeroSettings(1)
     assert zero_of(asking(content, engine="native")) == ZeroSettings(0)
 
 
@@ -136,7 +136,7 @@ def test_zero_settings_are_read_from_the_section() -> None:
         "nvme_path": "/nvme",
     }
     assert zero_of(asking(deepspeed=section)) == ZeroSettings(3, "nvme", "cpu", "/nvme")
-    assert zero_of(asking(parallel={"use_distributed_optimizer": True})) == ZeroSettings(1)
+    assert zero_of(asking(parallel={"data_parallel_sharding": "optimizer"})) == ZeroSettings(1)
     assert zero_of(asking(deepspeed=section, engine="native")) == ZeroSettings(0)
 
 

@@ -183,30 +183,21 @@ def place() -> str:
     return "elsewhere"
 
 
-def install(local_rank: int) -> None:
-    """Let torch.cuda answer as if there were GPUs, with `local_rank` as the current one."""
+class _OnDevice(contextlib.nullcontext[None]):
+    """Context of a device, which is the current one anyway."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+
+def _no_result() -> Callable[..., None]:
+    """Return a new function: torch.compile tells functions of torch apart by identity."""
+    return lambda *_, **__: None
+
+
+def _default_generators() -> tuple[Any, ...]:
+    """Return a generator of random numbers for each GPU, which a captured graph must not seed."""
     import torch
-    from torch._C._distributed_c10d import FakeWork
-    from torch._subclasses import fake_tensor
-
-    import megacore.hardware
-
-    cuda: Any = torch.cuda
-    current = [local_rank]
-
-    def index(device: Any = None) -> int:
-        if device is None:
-            return current[0]
-        number = device if isinstance(device, int) else torch.device(device).index
-        return current[0] if number is None else number
-
-    class OnDevice(contextlib.nullcontext[None]):
-        def __init__(self, _: Any) -> None:
-            super().__init__()
-
-    def no_result() -> Callable[..., None]:
-        """Return a new function: torch.compile tells functions of torch apart by identity."""
-        return lambda *_, **__: None
 
     class DefaultGenerator(torch.Generator):
         def manual_seed(self, seed: int) -> torch.Generator:
@@ -219,8 +210,21 @@ def install(local_rank: int) -> None:
         def graphsafe_set_state(self, _: torch.Generator) -> torch.Generator:
             return self
 
-    generators = tuple(DefaultGenerator() for _ in range(GPUS))
-    state = generators[0].get_state()
+    return tuple(DefaultGenerator() for _ in range(GPUS))
+
+
+def _answers(local_rank: int, state: Any) -> dict[str, Any]:
+    """Return what replaces the functions and classes of torch.cuda, by name."""
+    import torch
+
+    current = [local_rank]
+
+    def index(device: Any = None) -> int:
+        if device is None:
+            return current[0]
+        number = device if isinstance(device, int) else torch.device(device).index
+        return current[0] if number is None else number
+
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -236,7 +240,7 @@ def install(local_rank: int) -> None:
         "current_stream": lambda _=None: Stream(),
         "default_stream": lambda _=None: Stream(),
         "stream": lambda _: contextlib.nullcontext(),
-        "device": OnDevice,
+        "device": _OnDevice,
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
@@ -251,23 +255,36 @@ def install(local_rank: int) -> None:
         "_is_in_bad_fork": lambda: False,
     }
     for name in _WITHOUT_RESULT:
-        answers[name] = no_result()
+        answers[name] = _no_result()
     for name in _BYTES:
         answers[name] = lambda _=None: 0
-    for name, answer in answers.items():
+    return answers
+
+
+def install(local_rank: int) -> None:
+    """Let torch.cuda answer as if there were GPUs, with `local_rank` as the current one."""
+    import torch
+    from torch._C._distributed_c10d import FakeWork
+    from torch._subclasses import fake_tensor
+
+    import megacore.hardware
+
+    cuda: Any = torch.cuda
+    generators = _default_generators()
+    for name, answer in _answers(local_rank, generators[0].get_state()).items():
         setattr(cuda, name, answer)
         if hasattr(cuda.random, name):
             setattr(cuda.random, name, answer)
     cuda.default_generators = generators
     cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *_: 0), (lambda *_: 0)
     cuda.nccl.version = lambda *_: (2, 29, 7)
-    torch._C._ensureCUDADeviceGuardSet = no_result()  # type: ignore[attr-defined]
-    fake_tensor.init_gpu_context = no_result()  # type: ignore[assignment]
+    torch._C._ensureCUDADeviceGuardSet = _no_result()  # type: ignore[attr-defined]
+    fake_tensor.init_gpu_context = _no_result()  # type: ignore[assignment]
     # torch.tensor(x, device="cuda") stays fake
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment,method-assign]
     megacore.hardware.cuda_capability = lambda: PROPERTIES.major * 10  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
-    torch.Tensor.record_stream = no_result()  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = _no_result()  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     FakeWork.is_completed = lambda _: True
     _register_fused()

@@ -75,6 +75,8 @@ class Record:
     """Communication in the order in which it starts."""
     attention: list[str] = field(default_factory=list)
     """Attention operations that ran."""
+    squares: list[str] = field(default_factory=list)
+    """Operations that made a matrix of a number for each pair of a sequence's tokens."""
     operations: int = 0
     """Number of operations that forward and backward of the global batch start."""
     evaluation: list[str] = field(default_factory=list)
@@ -229,7 +231,7 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
         record.captured = [f"{name} at {at}" for name, at in fake_cuda.captured]
         record.captures, record.generators = fake_cuda.Graph.captures, fake_cuda.Graph.generators
         fake_cuda.Event.made = fake_cuda.Graph.replays = 0
-        with _waits(record.synchronizations), watch(record) as operations:
+        with _waits(record.synchronizations), watch(record, config.data.seq_length) as operations:
             engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
     record.events, record.replays = fake_cuda.Event.made, fake_cuda.Graph.replays
@@ -253,7 +255,8 @@ def _evaluate(config: Any, engine: Any, mesh: Any, record: Record) -> None:
     from megacore.train.evaluate import evaluate
 
     size = config.train.micro_batch_size
-    with _waits(record.evaluation), watch(Record(copies=record.copies)):
+    seen = Record(copies=record.copies, squares=record.squares)
+    with _waits(record.evaluation), watch(seen, config.data.seq_length):
         evaluate(
             engine,
             Samples(config),
@@ -291,7 +294,7 @@ def _graphs(record: Record) -> Iterator[None]:
         counters.clear()  # of the function that tests the compiler
         return build(compiler, chunks, **options)
 
-    Compiler.__call__ = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
+    Compiler.compile = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
     Compiler.compile_layers = compile_layers  # type: ignore[method-assign]
     yield
     record.graphs = counters["stats"]["unique_graphs"]
@@ -335,7 +338,9 @@ def _memory_tracker() -> Any:
 
 
 class Samples:
-    """Data set whose samples contain only one token."""
+    """Data set of one source, whose samples contain only one token."""
+
+    sources = (0,)
 
     def __init__(self, config: Any) -> None:
         self.seq_length = config.data.seq_length
@@ -378,14 +383,25 @@ _WAITING = ("aten.index_put_.default", "aten.index_put.default")
 
 
 @contextlib.contextmanager
-def watch(record: Record) -> Iterator[list[int]]:
-    """Record copies, attention and communication in the body, and count all operations."""
+def watch(record: Record, length: int = 0) -> Iterator[list[int]]:
+    """Record copies, attention and communication in the body, and count all operations.
+
+    With the `length` of a sequence, also record what makes a matrix of its tokens' pairs.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
 
     operations = [0]
 
     class Watch(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            """Return True: with another mode torch would run compiled layers uncompiled."""
+            return True
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -405,6 +421,9 @@ def watch(record: Record) -> Iterator[list[int]]:
             out = func(*args, **kwargs or {})
             if "attention" in name:
                 record.attention.append(name)
+            for made in tree_iter(out):
+                if isinstance(made, torch.Tensor) and made.shape[-2:] == (length, length):
+                    record.squares.append(f"{name} at {fake_cuda.place()}")
             if name.startswith(("aten._to_copy", "aten.copy_")):
                 _record_copy(record, name, args, kwargs or {}, out)
             return out

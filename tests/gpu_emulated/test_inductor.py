@@ -1,9 +1,11 @@
 """Kernels that Inductor generates for the layers and the loss, compiled for A100 and H100."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.gpu_emulated.step import Case, Record
-from tests.gpu_emulated.test_step import COMPILED, run_cases
+from tests.gpu_emulated.test_step import COMPILED, MASKED, run_cases
 
 pytest.importorskip(
     "triton", reason="a CPU build of torch comes without triton: .ci/run installs it"
@@ -30,10 +32,24 @@ CASES = {
     for capability in ((80, 90) if case.conf in ("gpt2-345m", "llama-1b") else (90,))
 }
 
+_MASKS = {
+    f"{name}, sm_90": replace(
+        MASKED[name],
+        overrides={
+            key: value
+            for key, value in MASKED[name].overrides.items()
+            if "cross_entropy" not in key
+        },
+        compiled=False,
+        capability=90,
+    )
+    for name in ("soft caps and windows, masked", "alibi, masked")
+}
+
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, Record]:
-    return run_cases(CASES)
+    return run_cases(CASES | _MASKS)
 
 
 @pytest.mark.slow
@@ -47,3 +63,14 @@ def test_kernels_of_layers_and_loss_compile_to_machine_code(
     assert min(record.binaries.values()) > 0
     for operation in _EXPECTED[CASES[name].conf]:
         assert any(operation in kernel for kernel in record.binaries), (operation, record.binaries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _MASKS)
+def test_kernels_of_masks_compile_to_machine_code(records: dict[str, Record], name: str) -> None:
+    record = records[name]
+    assert record.failures == []
+    kernels = [kernel for kernel in record.binaries if "tem_fused_flex_attention" in kernel]
+    assert any("backward" in kernel for kernel in kernels)
+    assert any("backward" not in kernel for kernel in kernels)
+    assert min(record.binaries.values()) > 0

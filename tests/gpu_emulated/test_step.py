@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,41 @@ LAYOUT = {
     f"rank {rank}": Case("gpt2-345m", rank=rank, world_size=8, overrides=_LAYOUT)
     for rank in range(8)
 }
+PARTS = {
+    f"context parallel rank {rank}": Case(
+        "gpt2-345m",
+        rank=rank,
+        world_size=4,
+        overrides=_LAYOUT
+        | {
+            "parallel.context_parallel_size": 2,
+            "parallel.pipeline_model_parallel_size": 1,
+            "launch.nproc_per_node": 4,
+            "train.global_batch_size": 1,
+        },
+        iterations_only=True,
+    )
+    for rank in range(4)
+}
+"""Tensor 2 x context 2, with dropout and sequence parallelism."""
+DIVIDED = {
+    f"divided parameters, rank {rank}": Case(
+        "gpt2-345m",
+        rank,
+        2,
+        {
+            "parallel.data_parallel_sharding": "parameters",
+            "launch.nproc_per_node": 2,
+            "model.num_layers": 3,
+            "train.micro_batch_size": 4,
+            "train.global_batch_size": 16,
+            "train.compile": "off",
+        },
+        iterations_only=True,
+    )
+    for rank in range(2)
+}
+"""Both replicas of a model whose weights they divide, with two micro batches."""
 SCALED = {
     f"rope {scaling['kind']}": Case(
         "llama-1b",
@@ -131,7 +166,7 @@ LARGE = {
             "parallel.tensor_model_parallel_size": 8,
             "parallel.pipeline_model_parallel_size": 4,
             "parallel.sequence_parallel": True,
-            "parallel.use_distributed_optimizer": True,
+            "parallel.data_parallel_sharding": "optimizer",
             "launch.nproc_per_node": 64,
             "model.num_layers": 4,
             "train.compile": "off",
@@ -158,10 +193,12 @@ OPERATIONS = {
     "gpt2-345m-zero1": _RECOMPUTED,
     "gpt2-345m-zero2": _RECOMPUTED,
     "gpt2-7b": _RECOMPUTED,
+    "gpt2-7b-native": _RECOMPUTED,
     "gpt2-tiny": 281,
     "gpt2-xl-zero3-offload": _GPT2,
     "llama-1b": 400,  # with selective recomputation
     "llama-tiny": 385,
+    "mixture-tiny": 281,
     "t5-220m": 728,
     "t5-tiny": 679,
 }
@@ -203,7 +240,7 @@ GRAPHS = {
     )
     for conf, rank, ranks, values in (
         ("gpt2-345m", 0, 1, {"train.global_batch_size": 8}),  # fp16, dropout, recomputation
-        ("gpt2-tiny", 1, 2, {"parallel.use_distributed_optimizer": True}),
+        ("gpt2-tiny", 1, 2, {"parallel.data_parallel_sharding": "optimizer"}),
         ("llama-1b", 7, 8, {}),
         ("bert-345m", 0, 1, {}),
         ("t5-tiny", 1, 2, {"model.hidden_dropout": 0.1, "train.recompute": "selective"}),
@@ -243,14 +280,26 @@ def _divided(
 
 _SEQUENCE = {"parallel__sequence_parallel": True}
 _INTERLEAVED = {"parallel__virtual_pipeline_model_parallel_size": 2}
-_LARGEST = _SEQUENCE | {"parallel__use_distributed_optimizer": True}
+_LARGEST = _SEQUENCE | {"parallel__data_parallel_sharding": "optimizer"}
 _T5 = {"train__micro_batch_size": 16}
 MEMORY = {
     "gpt, full recomputation": _divided("gpt2-345m", 0, train__recompute="full"),
     "gpt, selective recomputation": _divided("gpt2-345m", 0, train__recompute="selective"),
     "gpt, tensor, sequence": _divided("gpt2-345m", 0, 4, train__recompute="none", **_SEQUENCE),
     "gpt, distributed optimizer": _divided(
-        "gpt2-345m", 1, data=2, parallel__use_distributed_optimizer=True
+        "gpt2-345m", 1, data=2, parallel__data_parallel_sharding="optimizer"
+    ),
+    "gpt, divided gradients": _divided(
+        "gpt2-345m", 1, data=2, parallel__data_parallel_sharding="gradients"
+    ),
+    "gpt, divided parameters": _divided(
+        "gpt2-345m", 1, data=2, parallel__data_parallel_sharding="parameters"
+    ),
+    "llama, divided parameters": _divided(
+        "llama-1b", 3, 2, data=4, parallel__data_parallel_sharding="parameters", **_SEQUENCE
+    ),
+    "gpt, divided sequences": _divided(
+        "gpt2-345m", 1, data=2, parallel__context_parallel_size=2, train__recompute="none"
     ),
     "bert, last stage": _divided("bert-345m", 3, 2, 2),
     "t5": _divided("t5-220m", 0, **_T5),
@@ -297,6 +346,45 @@ COMPILED = {
 }
 
 
+_ALIBI = {"model.position_embedding_type": "alibi", "model.attention_dropout": 0.0}
+_CAPPED = {
+    "model.attn_logit_softcapping": 50.0,
+    "model.sliding_window": 256,
+    "model.window_attn_skip_freq": 2,
+}
+MASKED = {
+    f"{name}, masked": Case(
+        conf,
+        overrides=COMPILED[f"{conf} compiled"].overrides
+        | _SERIAL
+        | {"data.seq_length": length, "data.reset_attention_mask": True}
+        | values,
+        vocab_size=_vocab_size(conf),
+        iterations_only=name != "llama",
+        compiled=True,
+    )
+    for name, conf, length, values in (
+        ("llama", "llama-1b", 1536, {}),
+        ("soft caps and windows", "llama-1b", 1536, _CAPPED),
+        ("alibi", "gpt2-345m", 768, _ALIBI),
+        ("dropout", "gpt2-345m", 768, {}),
+        ("uncompiled", "llama-1b", 1536, {"train.compile": "off"}),
+    )
+}
+"""Decoders whose documents do not see each other. No width is the length of a sequence. The first
+one also evaluates, with a smaller last micro batch."""
+GRAPHS["llama-1b, masked and compiled, with a graph"] = replace(
+    MASKED["llama, masked"],
+    overrides=MASKED["llama, masked"].overrides | {"train.cuda_graphs": True},
+    iterations_only=True,
+)
+_DENSE = {
+    "dropout, masked": "it drops no weights (model.attention_dropout is 0.1)",
+    "uncompiled, masked": "the layers are not compiled (train.compile)",
+}
+"""Cases with a dense mask, and the reason in the run's record."""
+
+
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest) -> dict[str, Record]:
     """Return the record of each case of the selected tests, fast or slow ones."""
@@ -308,8 +396,8 @@ def records(request: pytest.FixtureRequest) -> dict[str, Record]:
     cases = {name: case for name, case in CASES.items() if (case.conf not in FAST) in slow}
     cases |= {name: case for name, case in GRAPHS.items() if (name not in FAST_GRAPHS) in slow}
     if False in slow:
-        cases |= LAYOUT | SCALED
-    return run_cases(cases | DEPTHS | COMPILED | LARGE if True in slow else cases)
+        cases |= LAYOUT | PARTS | SCALED | DIVIDED
+    return run_cases(cases | DEPTHS | COMPILED | MASKED | LARGE if True in slow else cases)
 
 
 def run_cases(cases: dict[str, Case]) -> dict[str, Record]:
@@ -329,7 +417,7 @@ def run_cases(cases: dict[str, Case]) -> dict[str, Record]:
     return {name: Record.of(answer["record"]) for name, answer in zip(cases, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", [*_marked(NATIVE), *LAYOUT, *SCALED])
+@pytest.mark.parametrize("name", [*_marked(NATIVE), *LAYOUT, *PARTS, *SCALED, *DIVIDED])
 def test_an_iteration_waits_once_for_the_gpu(records: dict[str, Record], name: str) -> None:
     record = records[name]
     assert len(record.synchronizations) == 1, record.synchronizations
@@ -365,6 +453,23 @@ def test_a_kind_of_layer_is_one_graph(records: dict[str, Record], conf: str) -> 
     assert record.graphs == _COMPILED[conf][2]
     assert len(record.synchronizations) == 1, record.synchronizations
     assert record.copies == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_of_documents_is_no_matrix(records: dict[str, Record], name: str) -> None:
+    record = records[name]
+    assert len(record.synchronizations) == 1, record.synchronizations
+    assert record.copies == []
+    assert record.graph_breaks == []
+    if name in _DENSE:
+        assert record.squares
+        assert _DENSE[name] in record.kernels["masks"]
+    else:
+        assert record.squares == []
+        assert set(record.attention) == {"flex_attention", "flex_attention_backward"}
+        assert record.kernels["masks"] == "spans in blocks"
+        assert record.kernels["attention"] == "torch FlexAttention for masks"
 
 
 @pytest.mark.slow
@@ -427,6 +532,12 @@ def test_the_planner_counts_the_memory_of_a_stage() -> None:
 def test_ranks_of_a_group_communicate_in_the_same_order(records: dict[str, Record]) -> None:
     """NCCL would hang otherwise."""
     assert _compared_groups({rank: records[f"rank {rank}"] for rank in range(8)}) >= 4
+    parts = {rank: records[f"context parallel rank {rank}"] for rank in range(4)}
+    assert _compared_groups(parts) >= 5  # tensor, context and both together
+    replicas = {rank: records[f"divided parameters, rank {rank}"] for rank in range(2)}
+    assert _compared_groups(replicas) >= 1
+    (started,) = {len(record.communication) for record in replicas.values()}
+    assert started > 2 * (3 + 3 + 1)  # each micro batch gathers three layers twice, less one
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The flow `pretrain` with ranks on two hosts, compared with both ranks on one host."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def rig_after_flows(rig: Rig) -> Rig:
+def rig_after_flows(rig: Rig, empty_store: Path) -> Rig:
     """Run one flow with each launcher and return the hosts.
 
     The trained runs are in `trained-0` and `trained-1` of host a.
     """
     pytest.importorskip("deepspeed")
     write_corpus(rig.disk("a") / "corpus")
+    shutil.copy(empty_store, rig.disk("a") / "mlflow.db")
     config = tiny_config(rig.workspace / "corpus")
     config["train"] |= {
         "global_batch_size": 8,

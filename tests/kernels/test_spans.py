@@ -1,11 +1,16 @@
 """Spans equal dense masks, and kernels equal themselves with the dense mask."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megacore.kernels.attention import Attention, reference, softcapped
 from megacore.kernels.spans import Spans
+from megacore.models.layers.attention_bias import attention_mask
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]])
@@ -84,3 +89,46 @@ def test_a_query_that_sees_nothing_has_output_and_gradient_zero(softcap: float |
     assert torch.isfinite(query.grad).all()
     assert not key.grad[0, :, :2].any()
     assert not key.grad[1, :, 7:].any()
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all results of torch's operations; views count with their whole storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                size = leaf.untyped_storage().nbytes()
+                self.largest, self.total = max(self.largest, size), self.total + size
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_masks_of_documents_allocate_memory_in_proportion_to_the_tokens(window: int | None) -> None:
+    """Compare 2,048, 4,096 and 8,192 tokens; a dense mask of them grows with the square."""
+
+    def allocated(tokens: int, *, spanned: bool = True) -> Allocations:
+        documents = (torch.arange(tokens) // 512)[None]
+        with Allocations() as allocations:
+            attention_mask(
+                queries=tokens,
+                keys=tokens,
+                causal=True,
+                dtype=torch.float32,
+                device=CPU,
+                documents=documents,
+                window=window,
+                spanned=spanned,
+            )
+        return allocations
+
+    small, middle, large = (allocated(tokens) for tokens in (2048, 4096, 8192))
+    assert large.total <= 2.01 * middle.total <= 2.01 * 2.01 * small.total
+    assert large.largest <= 8 * 8192, "a number per token"
+    assert allocated(1024, spanned=False).largest >= 4 * 1024**2

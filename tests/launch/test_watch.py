@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster import rank_commands
+from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.errors import (
     DataFormatError,
     MegacoreError,
@@ -32,6 +32,10 @@ from megacore.launch.watch import (
     KillCounter,
     RankWatch,
     Trouble,
+    forget_launcher_state,
+    launcher_state_path,
+    read_launcher_state,
+    write_launcher_state,
 )
 from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
 from tests.launch._processes import environment, fake_ranks, wait_until
@@ -88,8 +92,8 @@ def row(text: str, rank: int) -> str:
 def test_stalled_rank_ends_the_job_and_its_stack_is_reported(tmp_path: Path) -> None:
     config = tmp_path / "job.json"
     config.write_text(json.dumps({"exit_directory": str(tmp_path / "exit")}))
-    command = rank_commands.local_torchrun_command("tests.launch._stuck_rank", config, 2)
-    env = {**environment(), **rank_commands.rank_environment(1)}
+    command = local_torchrun_command("tests.launch._stuck_rank", config, 2)
+    env = {**environment(), **rank_environment(1)}
     error, text, log = run_to_failure(tmp_path, command, env=env, stall_limit=2.5)
     assert isinstance(error, RankStalledError)
     host = os.uname().nodename
@@ -312,3 +316,25 @@ def test_table_lists_a_rank_that_never_started(tmp_path: Path) -> None:
         "without a handler, a request for stacks would end this process"
     )
     wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], 5, "looked")
+
+
+def test_launcher_state_round_trips_until_it_is_forgotten(tmp_path: Path) -> None:
+    directory = tmp_path / "exit"
+    assert read_launcher_state(directory) is None
+    write_launcher_state(directory, "queued", "PENDING (Resources)")
+    write_launcher_state(directory, "running", "RUNNING on node-1")
+    state = read_launcher_state(directory)
+    assert state is not None
+    assert (state.state, state.detail) == ("running", "RUNNING on node-1")
+    assert not list(directory.glob("rank_*"))
+    forget_launcher_state(directory)
+    forget_launcher_state(directory)
+    assert read_launcher_state(directory) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"state": "lost", "detail": "", "time": 0}', '{"state": "queued"}']
+)
+def test_torn_launcher_state_is_ignored(text: str, tmp_path: Path) -> None:
+    launcher_state_path(tmp_path).write_text(text)
+    assert read_launcher_state(tmp_path) is None

@@ -1,5 +1,6 @@
 """Fixtures of the models' tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ def family_single_rank() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def family_ranks() -> list[dict[str, Any]]:
+def family_ranks(computed_once: Callable[..., Any]) -> Any:
     """Return the results of each of two tensor-parallel ranks."""
     from tests import _family_ranks
     from tests._dist import run_distributed
 
-    return run_distributed(2, _family_ranks.run, 2)
+    return computed_once("family-ranks", run_distributed, 2, _family_ranks.run, 2)

@@ -1,12 +1,15 @@
 """No document sees another one: the check before a training, and whole models to the bit."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+from megacore.engine.build import Compiler
 from megacore.errors import LeakError
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_fp32
@@ -123,6 +126,29 @@ def test_the_check_passes_for_every_decoder(name: str, kind: str) -> None:
     for rank in range(2):
         part = model(name, kind, cp=ParallelGroup(None, rank, 2))
         assert "checked on 300 tokens" in check_documents([part], 302, CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compiled_layers_leak_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients of whole models, and the attention that the check compiles."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiler = Compiler(CPU)
+
+    def build() -> list[Model]:
+        module = model(name, KINDS[-1])
+        assert compiler.compile_layers([module]) == "torch.compile of each layer"
+        return [module]
+
+    counters.clear()
+    assert _families.leaks(build) == []
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    assert "checked on 300 tokens" in check_documents(build(), 300, CPU)
+    assert counters["stats"]["unique_graphs"] > graphs
+    assert compiler.failed is None
 
 
 @pytest.fixture(params=[("spans", 1), ("bias", 1), ("spans", 2), ("bias", 2)], ids=str)

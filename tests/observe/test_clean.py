@@ -48,6 +48,29 @@ def test_temporaries_are_removed_unless_their_artifact_is_locked(tmp_path: Path)
     assert saving.parent.exists()
 
 
+def test_shards_are_removed_once_their_token_files_are_complete(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    folder = workspace.folder("tokenize")
+    corpus, _ = build_artifact(
+        workspace.folder("collect"), StageKey.of("collect", 1, {}), write_file
+    )
+    shards = [
+        build_artifact(
+            folder,
+            StageKey.of("tokenize-shard", 1, {"eod": eod, "segments": [part]}, corpus=corpus),
+            write_file,
+        )[0].directory
+        for eod in (True, False)
+        for part in (0, 1)
+    ]
+    assert stale_temporaries(workspace) == []
+    build_artifact(folder, StageKey.of("tokenize", 1, {"eod": True}, corpus=corpus), write_file)
+    with lock(shards[1]):  # a flow deletes it now
+        assert [item.path for item in stale_temporaries(workspace)] == shards[:1]
+    remove(stale_temporaries(workspace))
+    assert [shard.exists() for shard in shards] == [False, False, True, True]
+
+
 def test_old_artifacts_are_removed_unless_a_trained_model_needs_them(tmp_path: Path) -> None:
     workspace = Workspace.of(tmp_path)
     corpus, _ = build_artifact(

@@ -90,7 +90,8 @@ def test_further_losses_follow_the_first_in_line_and_event() -> None:
     )
     assert report.event == {**REPORT.event, "nsp_loss": 0.25}
     assert set(REPORT.event) == {field.name for field in dataclasses.fields(StepReport)} - {
-        "further_losses"
+        "further_losses",
+        "by_source",
     }
 
 

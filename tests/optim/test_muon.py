@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config.load import parse_config
 from megacore.config.optim import OptimConfig
@@ -12,7 +13,13 @@ from megacore.config.parallel import ParallelConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.stage import Stage
-from megacore.optim.muon import MainWeightMuon, RowParts, newton_schulz, orthogonalized
+from megacore.optim.muon import (
+    MainWeightMuon,
+    RowParts,
+    newton_schulz,
+    newton_schulz_flops,
+    orthogonalized,
+)
 from megacore.parallel.mesh import ProcessMesh
 
 CONFIG = OptimConfig(name="muon", lr=1e-2, muon_momentum=0.9, adam_beta2=0.95)
@@ -106,6 +113,37 @@ def test_singular_values_of_an_update_are_near_one(
     assert singular.min() > 0.6
     assert singular.max() < 1.3
     assert (result - left @ right).norm() < 0.35 * (left @ right).norm()
+
+
+@pytest.mark.parametrize("shape", [(512, 1200), (520, 600)])
+def test_large_matrices_have_the_iterations_of_small_ones(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Polynomials of a wide matrix and triangles of symmetric products change the rounding only."""
+    generator = torch.Generator().manual_seed(2)
+    # Singular values from 1 to 1e-3, of which bf16 would lose the small ones in one polynomial.
+    left, values, right = torch.linalg.svd(
+        torch.randn(shape, generator=generator), full_matrices=False
+    )
+    matrix = left @ torch.diag(torch.logspace(0, -3, len(values))) @ right
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        results[dtype] = newton_schulz(matrix.to(dtype))
+    monkeypatch.setattr("megacore.optim.muon.LARGE", 1000)
+    plain = newton_schulz(matrix)
+    torch.testing.assert_close(results[torch.float32], plain, rtol=1e-3, atol=1e-5)
+    error, usual = (
+        float((result.float() - plain).norm() / plain.norm())
+        for result in (results[torch.bfloat16], newton_schulz(matrix.bfloat16()))
+    )
+    assert error < 1.2 * usual < 0.12
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (520, 1040), (520, 600)])
+def test_operations_are_those_of_the_products(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.empty(shape, device="meta"))
+    assert counter.get_total_flops() == newton_schulz_flops(*shape)
 
 
 def test_the_result_does_not_depend_on_fusing() -> None:

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.parallel.context import chunks_of_rank, in_order, part_of_rank, positions_of_rank
+from megacore.parallel.context import (
+    chunks_of_rank,
+    dropout_part,
+    in_order,
+    into_parts,
+    part_of_rank,
+    positions_of_rank,
+)
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 
 CPU = torch.device("cpu")
@@ -39,6 +46,29 @@ def test_joined_parts_have_the_order_of_the_whole_and_gradients_of_their_places(
     joined.backward(whole)
     assert parts.grad is not None
     assert torch.equal(parts.grad, parts.detach())
+    group = ParallelGroup(None, 0, size)
+    again = into_parts([whole, 2 * whole], group)
+    assert torch.equal(again, torch.stack([parts.detach(), 2 * parts.detach()], 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("divided", [1, 2, 4, 6])
+def test_dropout_has_the_places_that_tokens_have_without_division(size: int, divided: int) -> None:
+    """Also those of the tensor-parallel rank that has a token with sequence parallelism."""
+    length = 2 * size * divided
+    owners = torch.arange(length).view(1, divided, -1, 1)  # each rank's consecutive tokens
+    for cp in ranks(size):
+        tokens = part_of_rank(torch.arange(length)[None, :, None], cp).chunk(divided, 1)
+        for tp, expected in zip(ranks(divided), tokens, strict=True):
+            rank, part = dropout_part(expected.shape[1], cp, tp)
+            assert part is not None
+            assert torch.equal(part.of(owners[:, rank]), expected)
+            assert part.whole(expected) == owners[:, rank].shape
+
+
+def test_dropout_of_one_part_is_that_of_the_rank() -> None:
+    assert dropout_part(8, SINGLE_RANK) == (0, None)
+    assert dropout_part(8, SINGLE_RANK, ranks(2)[1]) == (1, None)
 
 
 def test_one_rank_has_the_whole() -> None:

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.parallel.mesh import SINGLE_RANK
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import (
     EMBEDDING,
+    context_parallel_region,
     micro_batch_seed,
     parameter_generator,
     seed_dropout,
@@ -64,6 +65,28 @@ def test_a_region_of_one_rank_changes_nothing() -> None:
     torch.manual_seed(1)
     with tensor_parallel_region(SINGLE_RANK, plain):
         assert torch.equal(torch.rand(4), plain)
+
+
+def test_a_region_draws_the_numbers_of_the_named_rank() -> None:
+    first, second = (ParallelGroup(None, rank, 2) for rank in range(2))
+    drawn = []
+    for group, rank in ((first, None), (first, 1), (second, None)):
+        torch.manual_seed(1)
+        with tensor_parallel_region(group, torch.empty(0), rank):
+            drawn.append(torch.rand(4))
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[1], drawn[2])
+
+
+def test_context_parallel_ranks_draw_differently_only_in_a_region() -> None:
+    drawn = []
+    for rank in range(2):
+        torch.manual_seed(1)
+        with context_parallel_region(ParallelGroup(None, rank, 2), torch.empty(0)):
+            within = torch.rand(4)
+        drawn.append((within, torch.rand(4)))
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
 
 
 def test_a_region_draws_differently_on_each_rank_and_repeats_itself(

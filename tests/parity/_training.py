@@ -1,8 +1,9 @@
 """Training of the same small model in one layout after another."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from megacore.config.spec import SpecialTokens
 from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Engine
 from megacore.engine.build import build_engine
+from megacore.models.base import SampleSources
+from megacore.models.inputs import ModelInput, input_rules
 from megacore.models.stage import Stage
 from megacore.optim.param_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
@@ -29,6 +32,8 @@ VOCAB = 256
 EOD_ID = 7
 MASK_ID = 5
 DECODER_LENGTH = 12
+FIRST = 11
+"""Tokens of the first document where leaks are looked for."""
 TOKENS = SpecialTokens(eod=EOD_ID, pad=0, mask=MASK_ID)
 SENTENCES = {"split_sentences": True, "append_eod": False}
 DATA: dict[Family, dict[str, Any]] = {
@@ -37,6 +42,7 @@ DATA: dict[Family, dict[str, Any]] = {
     "t5": SENTENCES | {"span_corruption": {"decoder_seq_length": DECODER_LENGTH}},
 }
 GLOBAL_BATCH = 8
+SOURCES = 3
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,15 @@ class Result:
     terms: dict[str, list[float]]
     """Losses of each step by name."""
     validation: list[float]
-    """Sum of each loss over the first batch after the last step, on this stage and replica."""
+    """Sum of each loss over the first batch after the last step, on this stage and replica; then of
+    `lm_loss` by position, and by source."""
+    source_tokens: list[float]
+    """Number of tokens of each source in the same."""
     differing: list[str]
     """Parameters whose initial values differ from the serial model's."""
+    leaking: list[str]
+    """Losses, gradients and weights of other documents that change with the first document; empty
+    without separate documents."""
 
 
 def config(case: Case) -> RunConfig:
@@ -181,22 +193,75 @@ def train(case: Case) -> Result:
     updates = []
     for step in range(case.steps):
         indices = _micro_batches(run_config, mesh, step)
-        seeds = [
-            micro_batch_seed(run_config.seed, micro_batch[0], mesh.context_parallel.rank)
-            for micro_batch in indices
-        ]
+        seeds = [micro_batch_seed(run_config.seed, micro_batch[0]) for micro_batch in indices]
         engine.forward_backward(_read(data, indices), seeds)
         updates.append(engine.update(schedule.at(step + 1), run_config.optim.weight_decay))
     indices = _micro_batches(run_config, mesh, 0)
-    validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
+    validation = engine.loss_sum(
+        _read(data, indices), [len(each) for each in indices], sources_of(indices)
+    )
     assert all(update.applied for update in updates)
     return Result(
         [update.loss for update in updates],
         [update.grad_norm for update in updates],
         {name: [update.terms[name] for update in updates] for name in engine.loss_names},
         validation[:, 0].tolist(),
+        validation[-SOURCES:, 1].tolist(),
         differing,
+        leaks(case) if run_config.data.reset_attention_mask else [],
     )
+
+
+class _OtherDocuments:
+    """Rules of a configuration, with which the labels of the first document do not count."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._rules = input_rules(*arguments)
+        self.for_every_stage = self._rules.for_every_stage
+
+    def read(self, batch: Tensor) -> ModelInput:
+        fields = self._rules.read(batch)
+        others = (torch.arange(SEQ_LENGTH) >= FIRST).expand(len(batch), -1)
+        mask = others if fields.loss_mask is None else others & fields.loss_mask
+        return replace(fields, loss_mask=mask)
+
+
+def leaks(case: Case) -> list[str]:
+    """Return what the first document of each sample changes of the others, in any bit.
+
+    Compared are the losses of an iteration, its gradients as Adam's first moments have them, the
+    weights after it, and the losses of the new weights by position.
+    """
+    before, after = (_observed(case, seed) for seed in (2, 3))
+    return [name for name, value in before.items() if not torch.equal(value, after[name])]
+
+
+def _observed(case: Case, seed: int) -> dict[str, Tensor]:
+    """Return the results of one iteration, with first documents that are drawn with the seed."""
+    run_config = config(case)
+    mesh = mesh_of(run_config)
+    with mock.patch("megacore.models.stage.input_rules", _OtherDocuments):
+        engine = build_engine(
+            run_config,
+            VOCAB,
+            mesh,
+            special_tokens=TOKENS,
+            device=torch.device("cpu"),
+            precision=run_config.train.precision,
+        )
+    data = samples()[:GLOBAL_BATCH].masked_fill(samples()[:GLOBAL_BATCH] == EOD_ID, EOD_ID + 1)
+    drawn = torch.Generator().manual_seed(seed)
+    data[:, :FIRST] = torch.randint(EOD_ID + 1, VOCAB, (GLOBAL_BATCH, FIRST), generator=drawn)
+    data[:, FIRST - 1] = data[::2, 2 * FIRST] = EOD_ID
+    indices = _micro_batches(run_config, mesh, 0)
+    engine.forward_backward(_read(data, indices), [1] * len(indices))
+    update = engine.update(1e-3, 0.0)
+    scored = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
+    results = {"losses": torch.tensor(update.losses), "losses by position": scored}
+    for name, tensor in engine.tensors().items():
+        parts = {"": tensor} if isinstance(tensor, Tensor) else tensor.pieces
+        results |= {f"{name} {place}": part.clone() for place, part in parts.items()}
+    return results
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Result]:
@@ -230,6 +295,11 @@ def _micro_batches(run_config: RunConfig, mesh: ProcessMesh, step: int) -> list[
         micro_batch_indices(start, index, size, replicas.rank, replicas.size)
         for index in range(count)
     ]
+
+
+def sources_of(indices: list[list[int]]) -> SampleSources:
+    """Return the sources of the samples of micro batches: every third sample has the same."""
+    return SampleSources(torch.tensor(indices).flatten() % SOURCES, SOURCES)
 
 
 def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:

@@ -59,13 +59,15 @@ FILES = {
 TWO_RANKS = {
     "stage 0": zero({"zero_stage": 0}),
     "the native distributed optimizer is stage 1": zero(
-        {}, {"use_distributed_optimizer": True}, M4
+        {}, {"data_parallel_sharding": "optimizer"}, M4
     ),
     "stage 1": zero(ZERO_1),
     "stage 1, small buckets that overlap": zero(
         ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
     ),
+    "stage 1, separate documents": zero(ZERO_1, data=DOCUMENTS, steps=FEW),
     "stage 2": zero(ZERO_2, train=M4),
+    "stage 2, separate documents": zero(ZERO_2, data=DOCUMENTS, steps=FEW),
     "stage 2, full recomputation in host memory": zero(
         ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL
     ),
@@ -112,7 +114,13 @@ FOUR_RANKS = {
 }
 
 
-FAST = {"stage 2", "stage 3, everything on the CPU", "pp2 stage 1", "stage 1 bf16"}
+FAST = {
+    "stage 1, separate documents",
+    "stage 2, separate documents",
+    "stage 3, everything on the CPU",
+    "pp2 stage 1, separate documents, full recomputation",
+    "stage 1 bf16",
+}
 """Cases of two ranks that `make test` runs."""
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megacore.kernels.cpu.common import runs_bf16
 from tests._dist import run_distributed
-from tests.parity._training import Case, Result, train, train_all
+from tests.parity._training import SOURCES, Case, Result, leaks, train, train_all
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
@@ -20,7 +21,10 @@ CP4 = {"context_parallel_size": 4}
 SP = {"sequence_parallel": True}
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
-ZERO1 = {"use_distributed_optimizer": True}
+ZERO1, ZERO2, ZERO3 = (
+    {"data_parallel_sharding": state} for state in ("optimizer", "gradients", "parameters")
+)
+SMALL_BUCKETS = {"grad_reduce_bucket_mb": 0.05}
 GQA = {"num_query_groups": 2}
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-3}
 SMALL = {"num_layers": 2}
@@ -39,7 +43,7 @@ PLAIN = {"kernels": "plain"}
 FEW = 8
 WINDOW = {"sliding_window": 9}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-"""Dropout: the same elements in every pipeline layout, others on tensor-parallel ranks."""
+"""Dropout: the same elements in every layout without tensor parallelism."""
 LLAMA = {
     "position_embedding_type": "rope",
     "normalization": "rmsnorm",
@@ -137,6 +141,13 @@ TWO_RANKS = {
     "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
     "dp2": Case(),
     "dp2 distributed optimizer": Case(ZERO1),
+    "dp2 gradients, small buckets": Case(ZERO2 | SMALL_BUCKETS, M4),
+    "dp2 parameters, small buckets": Case(ZERO3 | SMALL_BUCKETS, M4 | {"recompute": "full"}),
+    "dp2 parameters bf16": Case(ZERO3, BF16, SMALL),
+    "llama dp2 parameters": llama(ZERO3 | SMALL_BUCKETS),
+    "muon dp2 gradients": muon(ZERO2, train=M4),
+    "muon dp2 parameters": muon(ZERO3, train=M4),
+    "t5 dp2 parameters": t5(ZERO3, T5_V11),
     "dp2 distributed optimizer, small buckets": Case(ZERO1 | {"grad_reduce_bucket_mb": 0.05}),
     "tp2 bf16": Case(TP2, BF16, SMALL),
     "pp2 bf16": Case(PP2, BF16, SMALL),
@@ -175,6 +186,14 @@ TWO_RANKS = {
     "llama cp2": Case(CP2, model=LLAMA),
     "llama cp2, documents": Case(CP2, model=LLAMA, data=DOCUMENTS),
     "gemma2 cp2": llama(CP2, GEMMA2),
+    "cp2, dropout": Case(CP2, model=SMALL | DROPOUT, steps=FEW),
+    "cp2, dropout, plain kernels": Case(CP2, PLAIN, model=SMALL | DROPOUT, steps=FEW),
+    "cp2, dropout, documents and full recomputation": Case(
+        CP2, {"recompute": "full"}, GQA | DROPOUT, data=DOCUMENTS
+    ),
+    "gemma2 cp2, dropout and selective recomputation": llama(
+        CP2, GEMMA2 | DROPOUT, train={"recompute": "selective"}
+    ),
     "olmo2 cp2": olmo2(CP2),
     "partial dynamic rope cp2": replace(llama(CP2), model=DYNAMIC),
     "bert tp2 sp": bert(TP2 | SP),
@@ -201,6 +220,8 @@ FOUR_RANKS = {
     "cp4": Case(CP4),
     "cp4, documents and windows": Case(CP4, model=WINDOW, data=DOCUMENTS),
     "llama cp4": Case(CP4, model=LLAMA),
+    "llama cp4, dropout": llama(CP4, LLAMA | DROPOUT),
+    "cp2 pp2, dropout": Case(CP2 | PP2, M4, DROPOUT, steps=FEW),
     "llama cp2 tp2 sp": Case(CP2 | TP2 | SP, model=LLAMA),
     "cp2 tp2 sp, documents": Case(CP2 | TP2 | SP, data=DOCUMENTS),
     "cp2 dp2, distributed optimizer": Case(CP2 | ZERO1, M4),
@@ -217,6 +238,12 @@ FOUR_RANKS = {
         PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}
     ),
     "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
+    "dp4 gradients": Case(ZERO2, M8),
+    "dp4 parameters": Case(ZERO3, M8),
+    "dp2 pp2 interleaved, gradients": Case(PP2 | INTERLEAVED | ZERO2, M8),
+    "dp2 tp2 sp, parameters": Case(TP2 | SP | ZERO3, M4),
+    "cp2 dp2, parameters, separate documents": Case(CP2 | ZERO3, M4, data=DOCUMENTS),
+    "muon dp2 tp2, gradients": muon(TP2 | ZERO2, LLAMA),
     "dp4": Case(train=M4),
     "muon dp4 distributed optimizer": muon(ZERO1, train=M4),
     "muon dp2 tp2, distributed optimizer": muon(TP2 | ZERO1, LLAMA),
@@ -235,10 +262,13 @@ FOUR_RANKS = {
 FAST = {
     "tp2 sp",
     "muon dp2 distributed optimizer",
-    "pp2 interleaved",
+    "pp2 interleaved, separate documents",
+    "dp2 gradients, small buckets",
+    "dp2 parameters, small buckets",
     "dp2 distributed optimizer",
     "tp2 bf16",
     "cp2, documents and windows",
+    "cp2, dropout",
     "llama tp2 sp",
     "llama pp2",
     "bert dp2",
@@ -248,10 +278,15 @@ FAST = {
 """Cases of two ranks that `make test` runs."""
 OPTIONS_OF_THE_LAYOUT = ("recompute", "kernels", "compile")
 """Prefixes of training options that the serial run leaves at their defaults."""
-TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
+TOLERANCES = {
+    "fp32": (1e-5, 1e-5),
+    "bf16": (5e-4 if runs_bf16() else 8e-4, 2e-2),
+    "fp16": (1e-4, 2e-3),
+}
 """Relative tolerances of losses and gradient norms.
 
-Sums in another order are rounded differently, to 2^-8 or 2^-11.
+Sums in another order are rounded differently, to 2^-8 or 2^-11. Torch rounds to bf16 more often
+than the C++ kernels of CPUs with AVX512-BF16.
 """
 
 
@@ -290,7 +325,9 @@ def compare(
     case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     precision, z_loss = case.train.get("precision"), case.train.get("z_loss")
-    key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
+    values = (case.model, case.optim, case.data, precision, z_loss, case.steps, case.family)
+    micro_batch_size = case.train.get("micro_batch_size") if case.data == DOCUMENTS else None
+    key = repr((*values, micro_batch_size))
     if key not in serial:
         options = {
             name: value
@@ -306,6 +343,7 @@ def compare(
     for rank in ranks:
         result = rank[name]
         assert result.differing == []
+        assert result.leaking == []
         assert result.losses == pytest.approx(expected.losses, rel=loss_tolerance)
         assert result.terms == {
             name: pytest.approx(losses, rel=loss_tolerance)
@@ -315,9 +353,13 @@ def compare(
     sums = sum_over_layout(case, [rank[name].validation for rank in ranks])
     whole = len(expected.terms)
     assert sums[:whole] == pytest.approx(expected.validation[:whole], rel=loss_tolerance)
-    # A range has few tokens, so that less of their rounding in half precision averages out.
+    # A range or source has few tokens, so that less of their rounding in half precision averages
+    # out.
     ranges = loss_tolerance * (1 if loss_tolerance == TOLERANCES["fp32"][0] else 8)
     assert sums[whole:] == pytest.approx(expected.validation[whole:], rel=ranges)
+    assert sum(sums[-SOURCES:]) == pytest.approx(sums[0], rel=1e-6)
+    tokens = sum_over_layout(case, [rank[name].source_tokens for rank in ranks])
+    assert tokens == expected.source_tokens
     assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
     assert all(rank[name].grad_norms == ranks[0][name].grad_norms for rank in ranks)
 
@@ -341,3 +383,12 @@ def test_four_ranks_match_the_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(FOUR_RANKS[name], name, four_ranks, serial)
+
+
+@pytest.mark.parametrize("name", ["without masks", "with masks"])
+def test_a_leak_between_documents_is_found(name: str) -> None:
+    """Check the search for leaks: without masks, documents see each other."""
+    masked = name == "with masks"
+    leaking = leaks(Case(model=SMALL, data={"reset_attention_mask": masked}))
+    assert bool(leaking) is not masked
+    assert masked or {"losses", "losses by position"} <= set(leaking)

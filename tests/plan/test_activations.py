@@ -85,41 +85,27 @@ def test_the_planner_knows_how_many_messages_are_received_in_advance() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_reset_attention_mask_adds_one_bias_for_all_layers(recompute: str) -> None:
-    plain = {"train.kernels": "plain"}
+    plain = {"train.kernels": "plain"}  # which takes a dense mask on GPUs
     config = tiny(0.0, recompute, **{"data.reset_attention_mask": True} | plain)
     added = saved_bytes(config, "fp32") - saved_bytes(tiny(0.0, recompute), "fp32")
     # On a CPU, autograd also saves a few statistics.
     assert added == pytest.approx(4 * 128 * 128 * 4, rel=0.2)
     chunk = chunks_of(config, VOCAB_SIZE)[0]
-    assert Activations(config, 4, "cpu").chunk(chunk) - Activations(
-        tiny(0.0, recompute, **plain), 4, "cpu"
+    assert Activations(config, 4, "cuda").chunk(chunk) - Activations(
+        tiny(0.0, recompute, **plain), 4, "cuda"
     ).chunk(chunk) == (4 * 128 * 128 * 4)
 
 
-def test_documents_add_two_numbers_per_token_with_the_kernel_of_cpus() -> None:
-    config = tiny(**{"data.reset_attention_mask": True})
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_documents_add_two_numbers_per_token_on_cpus(kernels: str) -> None:
+    chosen = {"train.kernels": kernels}
+    config = tiny(**{"data.reset_attention_mask": True} | chosen)
     chunk = chunks_of(config, VOCAB_SIZE)[0]
-    added = Activations(config, 4, "cpu").chunk(chunk) - Activations(tiny(), 4, "cpu").chunk(chunk)
+    added = Activations(config, 4, "cpu").chunk(chunk)
+    added -= Activations(tiny(**chosen), 4, "cpu").chunk(chunk)
     places = torch.zeros(4, 128, dtype=torch.long)
     spans = Spans.of(128, 128, causal=True, device=torch.device("cpu"), documents=places)
     assert added == spans.first.nbytes + spans.last.nbytes == 4 * 128 * 8
-
-
-@pytest.mark.parametrize(("precision", "element"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
-def test_documents_add_a_mask_on_cpus_without_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, precision: str, element: int
-) -> None:
-    def added(kernels: set[str]) -> int:
-        monkeypatch.setattr(activations, "cpu_runs_kernels", lambda precision: precision in kernels)
-        sizes = (
-            Activations(each, element, "cpu").chunk(chunks_of(each, VOCAB_SIZE)[0])
-            for each in (tiny(**{"data.reset_attention_mask": True} | chosen), tiny(**chosen))
-        )
-        return next(sizes) - next(sizes)
-
-    chosen = {"train.precision": precision}
-    assert added({"fp32", "bf16", "fp16"} - {precision}) == 4 * 128 * 128 * element
-    assert added({precision}) == 4 * 128 * 8
 
 
 @pytest.mark.parametrize(

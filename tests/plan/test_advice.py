@@ -126,7 +126,7 @@ def test_deepspeed_is_not_advised_if_it_is_not_installed(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     advised = settings(gpt2(), deployment(8))
     assert "offload" not in advised
-    assert advised["zero"] == "parallel.use_distributed_optimizer: false -> true"
+    assert advised["zero"] == "parallel.data_parallel_sharding: none -> parameters"
 
 
 def test_memory_advice_has_the_prediction_by_part_and_three_settings() -> None:

@@ -70,12 +70,12 @@ def refusal(
         (
             {"engine": "native"},
             25,
-            "parallel.use_distributed_optimizer: false -> true (predicted 32.0 -> 19.0",
+            "parallel.data_parallel_sharding: none -> optimizer (predicted 32.0 -> 19.0",
         ),
         (
             {"engine": "native", "zero_stage": None},
             14.5,
-            "engine: native -> deepspeed, deepspeed.zero_stage: null -> 3 (",
+            "parallel.data_parallel_sharding: none -> parameters (predicted 32.0 -> 13.0",
         ),
     ],
 )

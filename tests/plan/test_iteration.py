@@ -28,7 +28,7 @@ BASE = {
 }
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CP = "parallel.context_parallel_size"
-VPP, ZERO_1 = "parallel.virtual_pipeline_model_parallel_size", "parallel.use_distributed_optimizer"
+VPP, ZERO_1 = "parallel.virtual_pipeline_model_parallel_size", "parallel.data_parallel_sharding"
 
 
 @cache
@@ -54,7 +54,7 @@ LAYOUTS = [
     (1, {}),
     (8, {TP: 2, PP: 2}),
     (8, {TP: 2, PP: 4, VPP: 2, "parallel.sequence_parallel": True}),
-    (32, {PP: 2, ZERO_1: True, "train.recompute": "full"}),
+    (32, {PP: 2, ZERO_1: "optimizer", "train.recompute": "full"}),
     (4, {"engine": "deepspeed", "deepspeed.zero_stage": 3}),
     (8, {TP: 2, CP: 2}),
 ]
@@ -103,6 +103,16 @@ def test_parts_are_those_of_the_layout() -> None:
     assert staged.embedding > 0
     assert divided.context > 0
     assert divided.data > 0
+
+
+def test_keys_of_divided_sequences_are_gathered_and_copied() -> None:
+    run = iteration(2, {CP: 2})
+    size = 2.0 * run.rates.element * run.tokens * run.config.model.attention_size  # keys and values
+    gathered = Group(run.machine, 2).gather(2 * size)
+    # forward this rank's into the message, and all of them in order; backward all of them
+    for work, copies in ((run.layer.forward, 3), (run.layer.backward, 2)):
+        copied = run.rates.stream(2 * size * copies)
+        assert work.context == pytest.approx(gathered + copied)
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 4), (4, 2)])
@@ -172,7 +182,7 @@ def test_a_group_across_hosts_shares_their_network() -> None:
 def test_another_layout_has_the_times_of_a_new_iteration() -> None:
     first = iteration(8, {TP: 2})
     assert first.predict().seconds > 0
-    second = iteration(8, {TP: 2, PP: 2, ZERO_1: True})
+    second = iteration(8, {TP: 2, PP: 2, ZERO_1: "optimizer"})
     changed = first.with_layout(second.config, second.layout)
     assert changed.layer is first.layer
     assert changed.predict() == second.predict()
@@ -266,7 +276,7 @@ def rate(machine: Machine) -> float:
         (2, {}, True),
         (4, {}, True),
         (8, {}, False),
-        (4, {ZERO_1: True}, False),
+        (4, {ZERO_1: "optimizer"}, False),
         (4, {CP: 2}, True),
         (8, {CP: 2}, False),
         (8, {CP: 2, TP: 2}, True),
@@ -300,8 +310,8 @@ def test_stages_on_cores_sum_a_tied_embedding_in_memory() -> None:
     assert run.predict().embedding == pytest.approx(expected)
 
 
-def test_muon_adds_the_products_of_newton_schulz() -> None:
-    """Each iteration multiplies a matrix by its transpose twice, and the product by itself."""
+def test_muon_adds_products_and_messages() -> None:
+    """Owners divide the products of Newton-Schulz; matrices travel to them and back."""
 
     def added(ranks: int = 1, **values: Any) -> float:
         times = [
@@ -310,12 +320,22 @@ def test_muon_adds_the_products_of_newton_schulz() -> None:
         ]
         return times[1] - times[0]
 
-    product = iteration().rates.product
-    square = 3 * product(1024, 1024, 1024)
-    wide = product(1024, 1024, 4096) + product(1024, 1024, 1024) + product(1024, 4096, 1024)
-    expected = 8 * 5 * (4 * square + 2 * wide)
+    run = iteration()
+    product, square = run.rates.product, 3 * run.rates.product(1024, 1024, 1024)
+    wide = 2 * product(1024, 1024, 4096) + 2 * product(1024, 4096, 1024)
+    wide += 14 * product(1024, 1024, 1024)
+    expected = 8 * (4 * 5 * square + 2 * wide)
     assert added() == pytest.approx(expected)
-    assert added(2, **{TP: 2}) == pytest.approx(expected)
     assert added(2, **{PP: 2}) == pytest.approx(expected / 2)
     assert added(2) == pytest.approx(expected)
-    assert added(2, **{ZERO_1: True}) == pytest.approx(expected / 2)
+    # Of two ranks, each sends half of its matrices, in four rounds that overlap but for one.
+    part = 8 * 12 * 1024**2 * run.rates.element / 2
+    message = 2 * Group(run.machine, 2).gather(part / 4)
+    assert added(2, **{ZERO_1: "optimizer"}) == pytest.approx(expected / 2 + message)
+    assert added(2, **{TP: 2}) == pytest.approx(expected / 2 + message)
+    # A core that communicates does not compute.
+    cores = iteration(2, {ZERO_1: "optimizer", "optim.name": "muon"}, machine=load_machine("cpu"))
+    (chunk,) = chunks_of(cores.config, cores.vocab_size)
+    products, messages = cores._newton_schulz([chunk]), cores._owners([chunk])
+    assert cores.muon([chunk]) == products + messages
+    assert messages > 0.0

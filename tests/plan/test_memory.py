@@ -4,7 +4,9 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import zero_of
-from megacore.config.spec import ModelSpec
+from megacore.config.parallel import ZERO_STAGES
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.engine.native import NativeEngine
 from megacore.models.build import build_model
 from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import (
@@ -13,6 +15,8 @@ from megacore.models.parameters import (
     layer_sizes,
     parameter_count,
 )
+from megacore.models.stage import Stage
+from megacore.optim.adam import ShardedWeights
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
@@ -58,6 +62,28 @@ def test_a_stage_of_a_divided_model_needs_messages_gathered_copies_and_gradients
     assert temporary(2, **sequence) == 4 * hidden // 2 + 3 * hidden
     # four copies of the gathered input, less the gradient of the FFN, one of which is divided
     assert temporary(4, **sequence) == 4 * hidden // 4 + 4 * hidden - hidden + hidden // 4
+
+
+def test_masks_on_a_gpu_take_lists_of_blocks_or_one_matrix() -> None:
+    length, samples = 2048, 4
+
+    def stored(**values: object) -> int:
+        config = tiny(**{"data.seq_length": length, **values})
+        return estimate_stages(config, VOCAB_SIZE, "bf16", "cuda")[0].activations
+
+    plain = stored()
+    documents = {"data.reset_attention_mask": True}
+    spans = 8  # two numbers of four bytes
+    lists = 4 * (length // 128) ** 2 * 4 // length
+    assert stored(**documents) - plain == samples * length * (spans + lists)
+    dense = samples * length**2 * 2
+    assert stored(**documents, **{"train.kernels.attention": "plain"}) - plain == dense
+    assert stored(**documents, **{"train.compile": "off"}) - plain == dense
+    dropout = {"model.attention_dropout": 0.1}
+    assert stored(**documents, **dropout) - stored(**dropout) == dense
+    softcap = {"model.attn_logit_softcapping": 50.0}
+    assert stored(**softcap) == plain
+    assert stored(**softcap, **{"train.compile": "off"}) > plain + dense
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -133,14 +159,69 @@ def test_muon_needs_one_moment_of_its_matrices_and_buffers_for_owners() -> None:
     adam, muon = (
         [
             estimate_memory(layout(1, 1, 1, **values, **zero), VOCAB_SIZE, "bf16", "cpu", 2)
-            for zero in ({}, {"parallel.use_distributed_optimizer": True})
+            for zero in ({}, {"parallel.data_parallel_sharding": "optimizer"})
         ]
         for values in ({}, MUON)
     )
     matrices = 8 * 12 * 128**2
     assert adam[0].optimizer - muon[0].optimizer == 4 * matrices
     assert adam[1].optimizer - muon[1].optimizer == 4 * matrices // 2
-    assert [estimate.step for estimate in (*adam, *muon)] == [0, 0, 0, 3 * 2 * matrices // 2]
+    assert [estimate.step for estimate in (*adam, *muon)] == [0, 0, 0, 2 * 2 * matrices // 2]
+
+
+def state_of(config: RunConfig, precision: str, rank: int, replicas: int) -> tuple[int, int]:
+    """Return the bytes of the state that a replica's engine has, and those of them in padding.
+
+    Each storage counts once.
+    """
+    group = ParallelGroup(None, rank, replicas)
+    mesh = replace(ProcessMesh.serial(), data_parallel=group, data_context_parallel=group)
+    stage = Stage(
+        config, VOCAB_SIZE, mesh, special_tokens=SpecialTokens(eod=0), initial_weights=False
+    )
+    engine = NativeEngine(stage, config, precision)
+    (sync,), parts = engine._syncs, engine._optimizer._parts
+    tensors = [parameter.data for parameter in stage.named_parameters.values()]
+    tensors += [bucket.reduced for bucket in sync.buckets]
+    tensors += [bucket.buffer for bucket in sync.buckets if bucket.buffer is not None]
+    for part in parts:
+        tensors += [part.flat.shard] if isinstance(part, ShardedWeights) else []
+        for main in part.weights:
+            tensors += [main.weight, main.exp_avg]
+            tensors += [] if main.exp_avg_sq is None else [main.exp_avg_sq]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    element, padding = DTYPES[precision].itemsize, 0
+    for bucket in sync.buckets:
+        filled = sum(bucket.layout.sizes.values())
+        whole = bucket.layout.length - filled
+        shard = len(bucket.shard) - sum(each.length for each in bucket.layout.within(bucket.shard))
+        padding += 4 * (shard if sync.sharding.divides("gradients") else whole)
+        if sync.sharded:
+            padding += element * (shard if sync.sharding.divides("parameters") else whole)
+            padding += 4 * shard * (1 + (precision != "fp32"))  # moment and main weights
+    return total, padding
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", {}), ("bf16", MUON)])
+@pytest.mark.parametrize("sharding", ZERO_STAGES)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_the_state_is_that_of_the_engine_without_padding(
+    replicas: int, sharding: str, precision: str, optimizer: dict[str, object]
+) -> None:
+    config = family(
+        **optimizer,
+        **{"parallel.data_parallel_sharding": sharding, "parallel.grad_reduce_bucket_mb": 0.25},
+        **{"train.global_batch_size": 24, "model.num_layers": 1},
+    )
+    estimate = estimate_memory(config, VOCAB_SIZE, precision, "cpu", replicas)
+    predicted = estimate.weights + estimate.gradients + estimate.optimizer
+    ranks = [state_of(config, precision, rank, replicas) for rank in range(replicas)]
+    total, padding = (sum(part) for part in zip(*ranks, strict=True))
+    # Parameters have multiples of 128 elements, which two replicas divide evenly.
+    assert padding == 0 if replicas == 2 or sharding == "none" else 0 < padding < 0.002 * total
+    rounding = 0 if replicas == 2 else 16 * replicas
+    assert total - padding == pytest.approx(replicas * predicted, rel=0, abs=rounding)
 
 
 @pytest.mark.parametrize("groups", [None, 2])
@@ -219,7 +300,7 @@ def test_the_distributed_optimizer_divides_main_weights_and_moments(
     precision: str, weights: tuple[float, float]
 ) -> None:
     def estimate(sharded: bool) -> MemoryEstimate:
-        config = layout(**{"parallel.use_distributed_optimizer": sharded})
+        config = layout(**{"parallel.data_parallel_sharding": "optimizer" if sharded else "none"})
         return estimate_memory(config, VOCAB_SIZE, precision, "cpu", data_parallel_size=8)
 
     replicated, sharded = estimate(False), estimate(True)

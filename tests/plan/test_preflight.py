@@ -136,7 +136,7 @@ def test_the_summary_shows_the_layout_and_memory_is_divided() -> None:
     assert divided.memory.weights < 0.35 * plain.memory.weights
     assert plain.time.days < divided.time.days < 2 * plain.time.days
     sharded = preflight(
-        conf("gpt2-345m-8gpu", parallel__use_distributed_optimizer=True), VOCAB_SIZE, eight
+        conf("gpt2-345m-8gpu", parallel__data_parallel_sharding="optimizer"), VOCAB_SIZE, eight
     )
     assert sharded.memory.optimizer == plain.memory.optimizer / 8
 

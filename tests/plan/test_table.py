@@ -106,6 +106,19 @@ def test_the_program_is_that_of_the_time() -> None:
     assert iteration_of(RUN | {"gpu": "h100"}).software is MEGACORE
 
 
+def test_divided_sequences_are_predicted_and_experts_are_refused() -> None:
+    row = RUN | {"seq": "32768", "gpu": "h100", "cp": "2"}
+    whole, parts = iteration_of(row | {"cp": "1"}).predict(), iteration_of(row).predict()
+    assert whole.context == 0.0 < parts.context
+    memory = [float(predict_row(row | {"cp": cp})["predicted_mem_gib"]) for cp in "12"]
+    assert memory[1] < memory[0]
+    assert iteration_of(row | {"gpu": "a100-80gb"}).software is MEGACORE
+    assert "parallel.context_parallel_size" in predict_row(row | {"seq": "2046"})["refused"]
+    assert (
+        predict_row(row | {"ep": "2"})["refused"] == "ep is 2: expert parallelism is not modelled"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

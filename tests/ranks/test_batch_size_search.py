@@ -3,23 +3,34 @@
 Small scripts stand in for the ranks.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megacore.cluster.start import Start
 from megacore.config.finetune import DISTRIBUTIONS, FinetuneConfig
-from megacore.errors import ConfigError, DataFormatError, MemoryExhaustedError, RankLostError
-from megacore.finetune.batch_size import Fits, TooLarge
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    MemoryExhaustedError,
+    RankLostError,
+)
 from megacore.hardware import Gpu, Hardware
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
 from megacore.ranks import batch_size_search, finetune_stages
 from megacore.ranks.batch_size_search import (
+    Answer,
+    Fits,
+    TooLarge,
     Watch,
     check_methods,
     compare,
+    largest_batch,
     memory_limit_of,
     method_config,
     try_batch,
@@ -268,3 +279,70 @@ def test_all_methods_are_compared_by_default() -> None:
 def test_method_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="names ddp 2 times"):
         config(find_batch_size={"methods": ["ddp", "zero2", "ddp"]})
+
+
+LIMITS = st.integers(1, 5000)
+
+
+class Machine:
+    """A probe with room for `room` samples, which records the tried batches."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.tried: list[int] = []
+
+    def __call__(self, batch: int) -> Answer:
+        self.tried.append(batch)
+        return Fits(1000 * batch) if batch <= self.room else TooLarge(f"no room for {batch}")
+
+
+@given(room=st.integers(0, 6000), limit=LIMITS, start=st.integers(1, 6000))
+def test_largest_batch_is_found_with_few_probes(room: int, limit: int, start: int) -> None:
+    machine = Machine(room)
+    result = largest_batch(machine, limit=limit, start=start)
+    assert result.batch == min(room, limit)
+    assert result.peak_memory == (1000 * result.batch or None)
+    assert result.reason == (None if room >= limit else f"no room for {result.batch + 1}")
+    assert list(result.tried) == machine.tried
+    assert len(set(machine.tried)) == len(machine.tried) <= 2 + 2 * math.log2(limit)
+    assert all(1 <= batch <= limit for batch in machine.tried)
+
+
+@given(room=st.integers(1, 5000))
+def test_accurate_start_saves_probes(room: int) -> None:
+    machine = Machine(room)
+    largest_batch(machine, limit=2 * room + 1, start=room)
+    assert len(machine.tried) <= 2 + math.log2(room)
+
+
+def test_search_doubles_and_then_bisects() -> None:
+    machine = Machine(11)
+    largest_batch(machine, limit=100)
+    assert machine.tried == [1, 2, 4, 8, 16, 12, 10, 11]
+
+
+def test_search_tries_the_limit() -> None:
+    machine = Machine(100)
+    assert largest_batch(machine, limit=11).batch == 11
+    assert machine.tried == [1, 2, 4, 8, 11]
+
+
+def test_result_is_zero_if_one_sample_does_not_fit() -> None:
+    machine = Machine(0)
+    result = largest_batch(machine, limit=64, start=8)
+    assert (result.batch, result.peak_memory, result.reason) == (0, None, "no room for 1")
+    assert machine.tried == [8, 4, 2, 1]
+
+
+def test_other_failure_ends_the_search() -> None:
+    tried = []
+
+    def probe(batch: int) -> Answer:
+        tried.append(batch)
+        if batch == 4:
+            raise RankLostError("rank 1 was lost")
+        return Fits(1)
+
+    with pytest.raises(RankLostError, match="rank 1 was lost"):
+        largest_batch(probe, limit=64)
+    assert tried == [1, 2, 4]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.cluster import rank_commands
+from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.jobs.run import EvaluateJob, TrainJob
 from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
@@ -26,8 +26,8 @@ TIMEOUT = 240
 
 def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        rank_commands.local_torchrun_command(f"megacore.ranks.{module}", job_file, ranks),
-        env={**os.environ, **rank_commands.rank_environment(1)},
+        local_torchrun_command(f"megacore.ranks.{module}", job_file, ranks),
+        env={**os.environ, **rank_environment(1)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -170,12 +170,10 @@ def test_rank_ends_if_its_launcher_is_killed(data: Path, tmp_path: Path) -> None
     )
     job: TrainJob = _runs.job(endless, data, tmp_path)
     job.write(tmp_path / "run.json")
-    command = rank_commands.local_torchrun_command(
-        "megacore.ranks.pretrain", tmp_path / "run.json", 1
-    )
+    command = local_torchrun_command("megacore.ranks.pretrain", tmp_path / "run.json", 1)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "pid"), *command],
-        env={**os.environ, **rank_commands.rank_environment(1)},
+        env={**os.environ, **rank_environment(1)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

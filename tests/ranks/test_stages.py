@@ -9,7 +9,7 @@ from megacore.artifact import StageKey, build_artifact
 from megacore.errors import ArtifactError
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
-from tests.artifact.test_first_read import flip
+from tests.artifact.test_manifest import flip
 from tests.train import _runs
 
 

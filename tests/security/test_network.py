@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.rank_commands import local_deepspeed_command as deepspeed_command
-from megacore.cluster.rank_commands import local_torchrun_command, rank_environment
+from megacore.cluster.start import local_deepspeed_command as deepspeed_command
+from megacore.cluster.start import local_torchrun_command, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

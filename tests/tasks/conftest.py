@@ -20,16 +20,6 @@ def _without_store_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a migrated mlflow.db without content."""
-    workspace = Workspace(tmp_path_factory.mktemp("store"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        Tracking(workspace, "unused").client.search_experiments()
-    return workspace.root / "mlflow.db"
-
-
 @pytest.fixture
 def tracking(tmp_path: Path, empty_store: Path) -> Tracking:
     """Provide a separate store for the test."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class EventLog:
             **{"lr": 1e-3, "grad_norm": 1.0} | values,
         )
 
-    def evaluation(self, iteration: int, loss: float = 5.0) -> None:
-        """Append a validation event."""
+    def evaluation(self, iteration: int, loss: float = 5.0, **by_source: float | None) -> None:
+        """Append a validation event, with losses by source of a blend."""
         tokens = iteration * TOKENS_PER_ITERATION
         self.write(
             "evaluation",
@@ -62,10 +62,15 @@ class EventLog:
             consumed_tokens=tokens,
             lm_loss=loss,
             samples=8,
+            **sources(by_source),
         )
 
     def perplexity(
-        self, iteration: int, loss: float | None = 5.0, by_position: Sequence[float | None] = ()
+        self,
+        iteration: int,
+        loss: float | None = 5.0,
+        by_position: Sequence[float | None] = (),
+        **by_source: float | None,
     ) -> None:
         """Append the event of a checkpoint's measured perplexity."""
         self.write(
@@ -80,6 +85,7 @@ class EventLog:
                 {"start": 4 * number, "loss": each, "tokens": 32}
                 for number, each in enumerate(by_position)
             ],
+            **sources(by_source),
         )
 
     def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:
@@ -97,3 +103,9 @@ class EventLog:
     def deleted(self, iteration: int) -> None:
         """Append the event of a checkpoint that retention removed."""
         self.write("checkpoint_deleted", iteration, path=f"checkpoints/iter_{iteration:07d}")
+
+
+def sources(losses: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the field of an event with losses by source, if there are any."""
+    rows = [{"source": name, "loss": loss, "tokens": 32} for name, loss in losses.items()]
+    return {"by_source": rows} if rows else {}

@@ -7,7 +7,7 @@ import pytest
 from mlflow.entities import LoggedModel
 
 from megacore.config import RunConfig
-from tasks._checkpoint_models import log_perplexities
+from tasks._checkpoint_models import log_losses_by_position, log_perplexities
 from tasks._forward import OFFSET_FILE, Forwarder
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.events import EventLog
@@ -133,3 +133,35 @@ def test_checkpoint_files_are_not_copied(
     log.checkpoint(100)
     forward()
     assert list(tracking.workspace.mlflow_artifacts.rglob("*.distcp")) == []
+
+
+def test_losses_by_position_are_logged_once_and_agree_with_those_of_training(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str]
+) -> None:
+    log.perplexity(100, loss=3.0, by_position=[4.0, 2.0])
+    log.checkpoint(100, 3.0)
+    run_id = forward()
+
+    def rows(*losses: float | None) -> list[dict[str, float | None]]:
+        return [{"start": 4 * place, "loss": loss} for place, loss in enumerate(losses)]
+
+    def history(name: str) -> list[tuple[float, int]]:
+        metrics = tracking.client.get_metric_history(run_id, name)
+        return [(metric.value, metric.step) for metric in metrics]
+
+    row = {
+        "iteration": 100,
+        "valid_by_position": rows(4.0, 2.0),
+        "test_by_position": rows(5.0, None, 1.0),
+    }
+    for moment in (1, 2):
+        log_losses_by_position(tracking, run_id, [row], timestamp_ms=moment)
+    assert history("validation/loss_by_position/0000000") == [(4.0, 100)]
+    tests = [history(f"test/loss_by_position/{start:07d}") for start in (0, 4, 8)]
+    assert tests == [[(5.0, 100)], [], [(1.0, 100)]]
+    changed = row | {"valid_by_position": rows(3.5, 2.5)}
+    later = 2 * 10**12
+    log_losses_by_position(tracking, run_id, [changed], timestamp_ms=later)
+    log_losses_by_position(tracking, run_id, [changed], timestamp_ms=later + 1)
+    assert history("validation/loss_by_position/0000000") == [(4.0, 100), (3.5, 100)]
+    assert history("validation/loss_by_position/0000004") == [(2.0, 100), (2.5, 100)]

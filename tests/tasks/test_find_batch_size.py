@@ -7,8 +7,8 @@ import pytest
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
-from megacore.finetune.batch_size import as_markdown, notes, table_rows
 from megacore.hardware import Gpu, Hardware
+from megacore.ranks.batch_size_search import as_markdown, notes, table_rows
 from tasks import find_batch_size as stage
 from tasks.find_batch_size import counts_of, find_batch_size_key
 from tests.finetune._tiny_models import tiny_config

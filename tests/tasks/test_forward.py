@@ -24,7 +24,7 @@ from tasks._forward import (
 )
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.conftest import KilledError
-from tests.tasks.events import TOKENS_PER_ITERATION, EventLog
+from tests.tasks.events import TOKENS_PER_ITERATION, EventLog, sources
 
 MakeForwarder = Callable[[], Forwarder]
 
@@ -144,9 +144,9 @@ def test_curves_are_by_iteration_and_by_tokens(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
 ) -> None:
     for iteration in (10, 20, 30):
-        log.step(iteration, loss=6 - iteration / 10, mfu=None)
-    log.evaluation(30, loss=3.5)
-    log.perplexity(30, loss=3.25, by_position=[3.5, None, 3.0])
+        log.step(iteration, loss=6 - iteration / 10, mfu=None, **sources({"web": 5.5}))
+    log.evaluation(30, loss=3.5, web=3.0, books=None)
+    log.perplexity(30, loss=3.25, by_position=[3.5, None, 3.0], web=0.0)
     log.checkpoint(30, loss=3.25)
     run_id = make_forwarder().finish()
     check(tracking, run_id, [10, 20, 30])
@@ -160,6 +160,16 @@ def test_curves_are_by_iteration_and_by_tokens(
     assert [
         history(tracking, run_id, f"validation/loss_by_position/{start:07d}") for start in (0, 4, 8)
     ] == [{30: 3.5}, {}, {30: 3.0}]
+    of_web = {
+        name: history(tracking, run_id, f"{name}_by_source/web")
+        for name in ("train/loss", "validation/loss", "validation/ppl")
+    }
+    assert of_web == {
+        "train/loss": {10: 5.5, 20: 5.5, 30: 5.5},
+        "validation/loss": {30: 3.0},
+        "validation/ppl": {30: 1.0},
+    }
+    assert history(tracking, run_id, "validation/loss_by_source/books") == {}
     tags = tracking.client.get_run(run_id).data.tags
     assert (tags["step"], tags["tokens"]) == ("30", str(tokens))
     (first, *_) = tracking.client.get_metric_history(run_id, "train/lm_loss")

@@ -18,7 +18,9 @@ from megacore.hardware import Hardware
 from megacore.token_files.indexed_dataset import write_members
 from tasks import finetune_export, finetune_publish
 from tasks._tokens import tokenize_key
+from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
+from tasks.curate import curate_key
 from tasks.dataset import dataset_key
 from tasks.download import collect_key, punkt_key
 from tasks.evaluate import Target, score_key
@@ -26,6 +28,7 @@ from tasks.examples import examples_key
 from tasks.find_batch_size import find_batch_size_key
 from tasks.finetune import finetune_key
 from tasks.index import index_key
+from tasks.lm_eval import lm_eval_key
 from tasks.pretrained import pretrained_key
 from tasks.publish import publish_key
 from tasks.push import push_key
@@ -35,6 +38,7 @@ from tasks.train import run_key, train_key
 from tasks.zeroshot import zeroshot_key
 from tests.config._finetune import minimal
 from tests.data._sentences import write_lengths
+from tests.tasks._key_bases import PRETRAIN_BASES, SMALL
 from tests.tasks._other_values import changed, other_values, places, section_classes
 
 Keys = dict[str, Any]
@@ -63,6 +67,7 @@ class Files:
             ):
                 self.write(f"{name}/{file}", rows * (1 + "ab".index(name)))
             self.write(f"{name}/tree/note.txt", name)
+            self.write(f"{name}/functions.py", f"def keep(document):\n    return {name == 'a'}\n")
             for file in ("config.json", "tokenizer.json", "model.safetensors"):
                 self.write(f"{name}/pretrained/{file}", f'{{"name": "{name}"}}')
             self.write(
@@ -121,17 +126,22 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
     shard = (Segment(str(Path(corpus.path, "a.jsonl")), "text", 0, 100),)
     return {
         "collect": lambda: [collect_key(config, source).key for source in sources],
+        "curate": lambda: curate_key(config, corpus),
+        "search": lambda: search_key(config, corpus),
+        "decontaminate": lambda: decontaminate_key(config, corpus, (artifact("search"),), 0),
         "tokenizer": lambda: tokenizer_key(config, (corpus,)),
         "punkt": lambda: punkt_key(config),
         "tokenize": lambda: tokenize_key(config, corpus, tokenizer),
         "tokenize-shard": lambda: shard_key(config, corpus, tokenizer, None, shard),
         "blend": lambda: blend_key(config, (tokens, tokens)),
         "index": lambda: index_key(config, tokens),
+        "contamination": lambda: contamination_key(config, (artifact("search"),), tokens, index),
         "run": lambda: run_key(config, tokens, tokenizer),
         "train": lambda: train_key(config, *data),
         "evaluate": lambda: score_key(config, index, CHECKPOINT),
         "zeroshot": lambda: zeroshot_key(config, tokenizer, CHECKPOINT),
         "convert": lambda: convert_key(config, trained, evaluation, *data),
+        "lm-eval": lambda: lm_eval_key(config, artifact("convert")),
         "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), *data),
         "push": lambda: push_key(config, trained, artifact("convert"), artifact("publish")),
     }
@@ -172,17 +182,26 @@ def special_values(files: Files) -> dict[str, list[Any]]:
     return {
         "JsonlSource.files": [[rows]],
         "ParquetSource.files": [[rows]],
+        "WarcSource.files": [[rows]],
         "RemoteFile.url": ["https://host/b.jsonl"],
         "RemoteFile.sha256": ["0" * 64],
         "SourceTreeSource.path": [files("b/tree")],
         "SourceTreeSource.pattern": ["*.txt"],
         "TextSource.files": [[files("b/words.txt")]],
         "TextSource.document_characters": [16],
+        "LanguageStep.model": [words],
+        "PythonStep.function": [f"{files('b/functions.py')}:keep"],
+        **{
+            f"UrlStep.{name}": [words]
+            for name in ("extra_domains", "extra_urls", "banned_words", "banned_subwords")
+        },
+        "UrlStep.soft_banned_words": [words],
         "PrefixSource.prefix": [files("b/tokens/tokens_text_document")],
         "Gpt2BpeTokenizer.vocab_file": [words],
         "Gpt2BpeTokenizer.merge_file": [rows],
         "BertWordPieceTokenizer.vocab_file": [words],
         "SentencePieceTokenizer.model_file": [words],
+        "DataConfig.curate": [[{"step": "pii"}]],
         "DataConfig.split": ["5,3,2"],
         "DataConfig.fim": [{"rate": 0.3}],
         "DataConfig.seq_length_schedule": [[{"samples": 0, "seq_length": 32}]],
@@ -197,11 +216,19 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "TrainConfig.profile": [{"from": 1, "to": 2}],
         "TrainConfig.rampup_batch_size": [{"start": 4, "increment": 4, "samples": 60}],
         "TrainConfig.skip_samples": [["4"]],
+        "DataConfig.blend_schedule": [[{"samples": 9, "weights": [1, 1]}]],
+        "WeightedSource.name": ["other"],
+        "WeightedSource.max_epochs": [1e9],
+        "BlendStep.samples": [7],
+        "BlendStep.tokens": [20_000],
+        "BlendStep.weights": [[1, 3]],
         "TrackingConfig.wandb": [{}],
         "WandbConfig.tags": [["tag"]],
         "ResumeConfig.checkpoint": [files("b/checkpoint")],
         "ResumeConfig.override": [["optim.lr"]],
         "ZeroShotConfig.wikitext": [words],
+        "LmEvalConfig.tasks": [["arc_easy"]],
+        "LmEvalConfig.include_path": [files("b/tree")],
         "ZeroShotConfig.lambada": [words],
         **{
             f"{name}.hostfile": [files("b/hosts")]
@@ -218,6 +245,7 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "FileRows.valid": [[rows], []],
         "FileRows.test": [[rows]],
         "ClassificationConfig.labels": [["no", "yes"]],
+        "MultipleChoiceConfig.choices_columns": [["first", "second"]],
         "FinetuneTrainConfig.best_metric": ["loss"],
         "FinetuneLaunchConfig.accelerate_config": [
             {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
@@ -240,7 +268,12 @@ def kinds(files: Files) -> list[dict[str, Any]]:
         {"kind": "files", "train": rows},
         {"kind": "hub", "dataset": "some/others"},
         {"kind": "causal_lm"},
+        {"kind": "multiple_choice"},
         {"kind": "seq2seq", "source_column": "a", "target_column": "b"},
+        {"kind": "slurm"},
+        {"kind": "ray"},
+        {"step": "exact_dedup"},
+        {"step": "pii"},
     ]
 
 
@@ -273,7 +306,10 @@ def sweep(
         path = place.path
         others = special.get(place.field) or other_values(place.annotation, present)
         if get_args(place.annotation) == (present,):  # kind of one of several sections
-            path, others = path[:-1], [other for other in kinds(files) if other["kind"] != present]
+            path, others = (
+                path[:-1],
+                [other for other in kinds(files) if other.get(place.name, present) != present],
+            )
         assert place.declared is not None, (
             f"{place.field} is keyed(), and neither it nor its section names a stage: give key=..."
         )
@@ -330,123 +366,22 @@ def values_at(values: Any, path: tuple[str | int, ...]) -> Any:
     return values
 
 
+def located(value: Any, files: Files) -> Any:
+    """Return a value of a configuration with the paths of its files."""
+    match value:
+        case str() if value.startswith("a/"):
+            return files(value)
+        case list():
+            return [located(each, files) for each in value]
+        case dict():
+            return {key: located(each, files) for key, each in value.items()}
+    return value
+
+
 def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
-    """Yield configurations and the sections to change there.
-
-    Together they give each field an effect.
-    """
-    rows, tree = (
-        {"kind": "jsonl", "files": [files("a/rows.jsonl")]},
-        {"kind": "source_tree", "path": files("a/tree")},
-    )
-    hub = {"kind": "hub", "dataset": "some/texts", "config": "c"}
-    http = {"kind": "http", "files": [{"url": "https://host/a.jsonl"}]}
-    members = [
-        {"weight": weight, "source": source}
-        for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))
-    ]
-    by_split = {"train": members[:2], "valid": members[2:3], "test": members[3:]}
-    prefix = {"kind": "prefix", "prefix": files("a/tokens/tokens_text_document")}
-    parquet = {"kind": "parquet", "files": [files("a/rows.jsonl")]}
-    fim = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<x>"]
-    bpe = {"kind": "train-bpe", "special_tokens": fim}
-    files_of_bpe = {
-        "kind": "gpt2-bpe",
-        "vocab_file": files("a/vocab.json"),
-        "merge_file": files("a/words.txt"),
-    }
-    words = {"kind": "bert-wordpiece", "vocab_file": files("a/words.txt")}
-    piece = {"kind": "sentencepiece", "model_file": files("a/vocab.json")}
-    named, checkpoint = {"kind": "hf", "name": "some/tokenizer"}, files("a/checkpoint")
-    texts = {"wikitext": files("a/words.txt"), "lambada": files("a/words.txt")}
-    rampup = {"start": 4, "increment": 4, "samples": 60}
-
-    def base(name: str, **changes: Any) -> RunConfig:
-        small = {
-            "data.source": rows,
-            "data.split": "2,1,1",
-            "launch.nproc_per_node": 1,
-            "train.micro_batch_size": 2,
-        }
-        return load_config(
-            name, small | {key.replace("__", "."): value for key, value in changes.items()}
-        )
-
-    yield base("gpt2-tiny", data__tokenizer=bpe, evaluate__zero_shot=texts), ""
-    yield (
-        base("gpt2-tiny", data__tokenizer=bpe, data__fim={}, launch__hostfile=files("a/hosts")),
-        "data launch",
-    )
-    yield (
-        base(
-            "gpt2-tiny",
-            data__source=hub,
-            data__tokenizer=named,
-            data__split_sentences=True,
-            data__append_eod=False,
-        ),
-        "family data",
-    )
-    yield (
-        base("gpt2-tiny", data__source=None, data__blend=members[:2], data__tokenizer=files_of_bpe),
-        "data",
-    )
-    by_split_only = {"data__source": None, "data__split": None, "data__split_blends": by_split}
-    yield base("gpt2-tiny", data__tokenizer=piece, **by_split_only), "data"
-    yield base("gpt2-tiny", data__source=prefix, data__shard_runner="dask"), "data"
-    text = {"kind": "text", "files": [files("a/words.txt")]}
-    yield base("gpt2-tiny", data__source=text), "data"
-    yield base("gpt2-tiny", data__source=parquet, train__profile={"from": 1, "to": 3}), "data train"
-    yield (
-        base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),
-        "train",
-    )
-    yield base("gpt2-tiny", train__precision="fp32", tracking__wandb={}), "train tracking"
-    yield base("gpt2-tiny", resume__checkpoint=checkpoint, train__recompute="full"), "resume train"
-    parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
-    yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"
-    yield base("llama-tiny"), "model"
-    factors = [1.0] * 16
-    for scaling in (
-        {"kind": "linear", "factor": 2.0},
-        {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
-        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-        {
-            "kind": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": 64,
-            "mscale": 1.0,
-            "mscale_all_dim": 2.0,
-        },
-        {"kind": "llama3", "factor": 2.0},
-        {
-            "kind": "longrope",
-            "factor": 2.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": factors,
-            "long_factor": factors,
-        },
-    ):
-        yield base("llama-tiny", model__rope_scaling=scaling), "model"
-    yield base("gpt2-tiny", optim__name="muon"), "optim"
-    yield base("llama-tiny", launch__nproc_per_node=2, data__seq_length=64), "parallel"
-    phases = [{"samples": 0, "seq_length": 16}, {"samples": 64, "seq_length": 64}]
-    yield base("gpt2-tiny", data__seq_length_schedule=phases), "data"
-    windows = {"model__sliding_window": 64, "model__window_attn_skip_freq": 2}
-    yield base("llama-tiny", model__qk_layernorm=True, **windows), "model"
-    yield base("bert-tiny", data__tokenizer=words), "model data"
-    yield base("bert-tiny", data__tokenizer={"kind": "train-wordpiece"}), "data"
-    yield base("t5-tiny", data__tokenizer__vocab_extra_ids=100, **parts), "model data parallel"
-    for changes in (
-        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10},
-        {"lr_warmup_fraction": None, "lr_warmup_iters": 4},
-        {"lr_warmup_fraction": None, "lr_warmup_samples": 64},
-    ):
-        yield (
-            base("gpt2-tiny", **{f"optim__{name}": value for name, value in changes.items()}),
-            "optim",
-        )
+    """Yield configurations and the sections to change there."""
+    for name, sections, changes in PRETRAIN_BASES:
+        yield load_config(name, located(SMALL | changes, files)), sections
 
 
 def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
@@ -475,6 +410,7 @@ def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
         ({"model": local, "data": held_out, "task": classes}, ""),
         ({"model": local, "data": rows, "task": pairs, "launch": zero2}, "data task launch"),
         ({"data": {"source": {"kind": "hub", "dataset": "some/rows"}}}, "model data task"),
+        ({"data": held_out, "task": {"kind": "multiple_choice"}}, "task"),
         ({"data": held_out, "launch": {"hostfile": files("a/hosts")}}, "launch"),
         ({"data": held_out, "tracking": {"wandb": {}}}, "tracking"),
     ):

@@ -68,3 +68,17 @@ def test_another_architecture_is_refused_before_the_start(tmp_path: Path) -> Non
         CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"
     ):
         check_machine(config_from(path, activation="relu"))
+
+
+@pytest.mark.parametrize("refuse", [check_pretrained, check_machine])
+def test_a_longer_table_of_positions_is_refused_before_the_start(
+    tmp_path: Path, refuse: Any
+) -> None:
+    path = checkpoint(tmp_path / "iter_0000000", make_config())
+    longer = config_from(path)
+    longer = longer.model_copy(update={"data": longer.data.model_copy(update={"seq_length": 64})})
+    with pytest.raises(
+        CheckpointError,
+        match=r"learned table of 16 positions, which cannot be extended to the 64 of this run: set",
+    ):
+        refuse(longer)

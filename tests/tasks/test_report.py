@@ -14,13 +14,13 @@ import tasks._report
 from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
-from tasks._plots import Curve
+from tasks._plots import SMOOTH_COLOR, Curve
 from tasks._publication import RECEIPT, REPORT, places
 from tasks._report import ReportFacts, write_report
 from tasks._report_charts import MOST_POINTS, draw_charts
 from tasks._run_history import RunHistory
 from tests.tasks.conftest import make_config
-from tests.tasks.events import EventLog
+from tests.tasks.events import EventLog, sources
 
 CANARY = "c4n4ry-0123456789"
 ROWS = [
@@ -107,7 +107,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the charts, which take most of a page's time."""
-    monkeypatch.setattr(tasks._report, "draw_charts", lambda history, test_ppl: [])
+    monkeypatch.setattr(tasks._report, "draw_charts", lambda *_: [])
 
 
 def write_two_attempts(log: EventLog) -> EventLog:
@@ -274,12 +274,79 @@ def test_perplexity_by_position_is_drawn_for_a_few_checkpoints(log: EventLog) ->
     assert tops.pop() < 43, "the legend is above the axes, and covers no curve"
 
 
+def test_the_loss_of_each_source_is_drawn_with_its_name(log: EventLog) -> None:
+    log.start()
+    for iteration in range(1, 5):
+        log.step(iteration, **sources({"web": 3.0 / iteration, "books": 2.0 / iteration}))
+        log.evaluation(iteration, web=3.1 / iteration, code=None)
+    (chart,) = (
+        chart for chart in draw_charts(RunHistory(log.path), {}) if chart.title == "Loss by source"
+    )
+    assert [re.findall(rf">{name}<", chart.svg) for name in ("web", "books", "code")] == [
+        [">web<"],
+        [">books<"],
+        [],
+    ]
+
+
 def test_a_run_of_an_earlier_version_has_no_chart_by_position(log: EventLog) -> None:
     log.start()
     log.perplexity(1)
     assert "Perplexity by position" not in [
         chart.title for chart in draw_charts(RunHistory(log.path), {})
     ]
+
+
+def test_a_single_point_has_a_marker_in_every_chart_of_steps(log: EventLog) -> None:
+    log.start()
+    log.step(1, tokens_per_second=10.0, mfu=None, mfu_measured=None)
+    charts = {chart.title: chart.svg for chart in draw_charts(RunHistory(log.path), {})}
+    for title in ("Loss", "Learning rate", "Gradient norm", "Tokens per second and MFU"):
+        uses = re.findall(r'<use [^>]*style="fill: ([^;"]*)', charts[title])
+        assert SMOOTH_COLOR in uses, title
+
+
+def test_a_later_attempt_replaces_the_losses_by_position_of_its_checkpoint(log: EventLog) -> None:
+    log.start()
+    log.perplexity(1, loss=3.0, by_position=[4.0, 3.0])
+    log.attempt = 2
+    log.perplexity(1, loss=2.5, by_position=[3.5, 2.0])
+    history = RunHistory(log.path)
+    assert [each["loss"] for each in history.by_position[1]] == [3.5, 2.0]
+
+
+def test_the_stage_evaluate_adds_test_and_replaces_validation_by_position(
+    two_attempts: EventLog,
+) -> None:
+    positions = [
+        {"start": 4 * number, "loss": loss, "tokens": 8} for number, loss in ((0, 4), (1, 3))
+    ]
+    rows = [{**row, "valid_by_position": positions, "test_by_position": positions} for row in ROWS]
+    text = write_page(two_attempts, facts_of(evaluation={"checkpoints": rows})).text
+    assert "validation of some checkpoints, test of the exported one." in text
+    assert "iteration 20 iteration 40 test" in text or "iteration 40 iteration 20 test" in text
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_zero_shot_scores_are_tables(two_attempts: EventLog) -> None:
+    cells = [
+        {"length": length, "depth": depth, "accuracy": depth, "ranked_accuracy": 1.0}
+        for length in (512, 1024)
+        for depth in (0.0, 0.5)
+    ]
+    passkey = {"accuracy": 0.25, "ranked_accuracy": 1.0, "chance": 0.1, "cells": cells}
+    lambada = {"accuracy": 0.125, "target_ppl": 1234.5}
+    scores = {"lambada": lambada, "passkey": passkey}
+    names = ("iter_0000020", "iter_0000040")
+    page = write_page(two_attempts, facts_of(zero_shot=dict.fromkeys(names, scores)))
+    for shown in (
+        "Zero-shot scores Text Measure iteration 20 iteration 40 LAMBADA accuracy 12.50% 12.50%",
+        "LAMBADA PPL of last words 1,234.50 1,234.50 Passkey accuracy 25.00% 25.00%",
+        "Passkey accuracy of iteration 40 depth 0% depth 50% 512 tokens 0% 50% 1,024 tokens 0% 50%",
+        "Passkey ranked accuracy of iteration 40, chance 10% depth 0%",
+    ):
+        assert shown in page.text, shown
+    assert "Zero-shot" not in write_page(two_attempts, facts_of()).text
 
 
 def test_many_points_are_thinned_and_a_spike_is_kept() -> None:

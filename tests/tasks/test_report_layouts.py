@@ -50,7 +50,7 @@ def test_the_chart_has_the_front_and_the_run(ranks: int, hosts: int, own: str) -
 def test_the_page_has_the_chart_below_the_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks._report.draw_charts", lambda history, test_ppl: [])
+    monkeypatch.setattr("tasks._report.draw_charts", lambda *_: [])
     config, log = load_config("gpt2-tiny"), EventLog(tmp_path / "events.jsonl")
     attempt = attempt_of(config, 1)
     log.start(**attempt.facts | {"hardware": "CPU core"})

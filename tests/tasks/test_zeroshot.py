@@ -1,5 +1,6 @@
 """Keys, refusals and reports of zero-shot scores."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
 from tasks.evaluate import Target, score_key
 from tasks.preflight import planned_publication
-from tasks.zeroshot import REPORT, text_digests, zeroshot_key, zeroshot_summary
+from tasks.zeroshot import REPORT, metrics_of, text_digests, zeroshot_key, zeroshot_summary
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
 from tests.zeroshot import _texts
 
 SCORES = """{
  "wikitext": {"word_ppl": 1234.5, "token_ppl": 67.89, "overlapping_eval": 8, "seq_length": 16},
- "lambada": {"accuracy": 0.25, "correct": 1288, "passages": 5152, "target_ppl": 40.0}
+ "lambada": {"accuracy": 0.25, "correct": 1288, "passages": 5152, "target_ppl": 40.0},
+ "passkey": {"accuracy": 0.5, "ranked_accuracy": 0.75, "chance": 0.1, "prompts": 40, "cells": [
+  {"length": 512, "depth": 0.0, "prompts": 20, "accuracy": 0.25, "ranked_accuracy": 0.5},
+  {"length": 512, "depth": 1.0, "prompts": 20, "accuracy": 0.75, "ranked_accuracy": 1.0}]}
 }"""
 
 
@@ -94,6 +98,28 @@ def test_stage_is_planned_only_with_a_text(tmp_path: Path) -> None:
     assert [stage.name for stage in unknown] == ["evaluate unigram", "evaluate", "zeroshot", *rest]
 
 
+def test_a_passkey_needs_no_text() -> None:
+    without, short = keys(config_with()), keys(config_with(passkey={"lengths": [8]}))
+    assert config_with(passkey={"lengths": [8]}).evaluate.zero_shot.requested
+    assert short[0] != without[0]
+    assert short[1] == without[1]
+    seeded = {"lengths": [8], "seed": 1}
+    assert keys(config_with(passkey=seeded))[0] != short[0]
+
+
+def test_each_passkey_cell_is_a_metric() -> None:
+    metrics = metrics_of(json.loads(SCORES))
+    passkeys = {name: value for name, value in metrics.items() if name.startswith("passkey")}
+    assert passkeys == {
+        "passkey_accuracy": 0.5,
+        "passkey_accuracy/0000512/0": 0.25,
+        "passkey_accuracy/0000512/1": 0.75,
+        "passkey_ranked_accuracy": 0.75,
+        "passkey_ranked_accuracy/0000512/0": 0.5,
+        "passkey_ranked_accuracy/0000512/1": 1.0,
+    }
+
+
 def test_missing_text_is_refused(tmp_path: Path) -> None:
     config = config_with(wikitext=str(tmp_path / "nowhere"))
     with pytest.raises(
@@ -115,6 +141,12 @@ def test_missing_text_is_refused(tmp_path: Path) -> None:
             "overlapping_eval 17 exceeds data.seq_length 16",
         ),
         ({"wikitext": ""}, "evaluate.zero_shot.wikitext"),
+        (
+            {"passkey": {"lengths": [8, 17]}},
+            "passkey.lengths has 17 but the model has 16 positions",
+        ),
+        ({"passkey": {"lengths": [8, 8]}}, "8 is given more than once"),
+        ({"passkey": {"lengths": [8], "depths": [1.5]}}, "evaluate.zero_shot.passkey.depths"),
     ],
 )
 def test_contradictory_values_are_refused(values: dict[str, Any], message: str) -> None:
@@ -125,10 +157,13 @@ def test_contradictory_values_are_refused(values: dict[str, Any], message: str) 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_other_families_are_refused(family: str) -> None:
     config = config_with(lambada="a").model_copy(update={"family": family})
+    passkey = config_with(passkey={"lengths": [8]}).model_copy(update={"family": family})
+    with pytest.raises(ValueError, match=r"passkey.lengths is \[8\] but family is"):
+        _check_zero_shot(passkey)
     with pytest.raises(
         ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"
     ):
-        _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
+        _check_zero_shot(config)
 
 
 def test_scores_are_logged_once_to_run_and_checkpoint(
@@ -162,9 +197,12 @@ def test_summary_is_a_table(tmp_path: Path) -> None:
     words, tokens = (f"WikiText PPL per {unit}, windows 8 apart" for unit in ("word", "token"))
     assert zeroshot_summary([scored, later]).splitlines() == [
         "",
-        f"| zero-shot | {words} | {tokens} | LAMBADA accuracy of 5,152 |",
-        "| --- | ---: | ---: | ---: |",
-        "| iter_0000010 | 1,234.50 | 67.89 | 25.00% |",
-        "| iter_0000020 | 1,234.50 | 67.89 | 25.00% |",
+        (
+            f"| zero-shot | {words} | {tokens} | LAMBADA accuracy of 5,152 "
+            "| passkey accuracy of 40 | passkey ranked accuracy, chance 10.00% |"
+        ),
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| iter_0000010 | 1,234.50 | 67.89 | 25.00% | 50.00% | 75.00% |",
+        "| iter_0000020 | 1,234.50 | 67.89 | 25.00% | 50.00% | 75.00% |",
     ]
     assert zeroshot_summary([]) == ""

@@ -69,6 +69,7 @@ def test_a_graph_whose_only_gradient_is_in_a_sink_adds_it() -> None:
 
 def test_a_graph_adds_nothing_for_a_frozen_weight() -> None:
     layer = ColumnParallelLinear(6, 8, bias=False)
+    torch.nn.init.normal_(layer.weight)
     sink = layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[assignment]
     layer.weight.requires_grad_(False)
     expose_sinks(layer.parameters())

@@ -1,6 +1,8 @@
 """Tests of tokenizing a corpus in shards and merging them."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,26 @@ def test_a_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) 
             [tmp_path / "shard-0", tmp_path / "shard-1"], tmp_path / "again", folders[1], options
         )
     assert list((tmp_path / "again").iterdir()) == []
+
+
+def test_the_merge_of_many_shards_has_few_files_open(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """300 shards, and room for 32 more open files than this process has."""
+    documents, options = 300, TokenizeOptions()
+    corpus = write_corpus(tmp_path / "corpus", [f"document {n}" for n in range(documents)])
+    shards = []
+    for number, part in enumerate(divide(segments(corpus), 1)):
+        shards.append(tmp_path / f"shard-{number}")
+        shards[-1].mkdir()
+        tokenize_shard(part, folders[1], shards[-1], options, workers=1)
+    (tmp_path / "merged").mkdir()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, limit[1]))
+    try:
+        counts = merge_shards(shards, tmp_path / "merged", folders[1], options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert len(shards) > documents * 0.9
+    assert counts["documents"] == documents

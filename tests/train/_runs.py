@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megacore.config.data import PrefixSource
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.build import open_split
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.one_epoch import one_epoch
 from megacore.engine.build import build_engine
@@ -95,6 +96,13 @@ def write_data(directory: Path, run: RunConfig) -> Path:
     return prefix
 
 
+def prefixes_of(run: RunConfig, data: Path) -> list[str]:
+    """Return the token files of a run: those of its blend, or of `write_data`."""
+    members = [member.source for member in run.data.train_blend]
+    prefixes = [source.prefix for source in members if isinstance(source, PrefixSource)]
+    return prefixes or [str(data / "tokens_text_document")]
+
+
 def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> TrainJob:
     """Return the content of the job file for `write_data(data, run)`."""
     values: dict[str, Any] = {
@@ -138,18 +146,13 @@ def trainer(
         device=torch.device("cpu"),
         precision=run.train.precision,
     )
+    prefixes = prefixes_of(run, data)
     train, valid = (
-        GPTDataset(
-            data / "tokens_text_document",
-            data / "index",
-            name,
-            run.data.seq_length,
-            packing=run.data.packing,
-        )
+        open_split(prefixes, data / "index", name, run, tokenizer_directory=data)
         for name in ("train", "valid")
     )
     valid_pass = one_epoch(
-        [str(data / "tokens_text_document")],
+        prefixes,
         data / "index",
         "valid",
         run,

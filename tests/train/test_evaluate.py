@@ -9,8 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacore.data.blend import build_blend
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.models.base import POSITION_BUCKETS, LossTerm, bucket_width
+from megacore.data.index_directory import map_path, save_array
+from megacore.data.samples import BlendedDataset
+from megacore.engine.build import build_engine
+from megacore.models.base import (
+    POSITION_BUCKETS,
+    LossTerm,
+    LossTotals,
+    SampleSources,
+    bucket_width,
+    loss_sums,
+)
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 from tests._dist import run_distributed
@@ -44,16 +55,55 @@ class Model:
     def __init__(self, *, reads_tokens: bool = True) -> None:
         self.reads_tokens = reads_tokens
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        total = torch.zeros(2 + POSITION_BUCKETS, 2, dtype=torch.float64)
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
+        totals = LossTotals(2, sources, torch.device("cpu"))
         for size, tokens in zip(sizes, batches, strict=True):
             assert len(tokens) == size
-            total[0] += torch.stack(
-                [losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())]
-            )
-            total[2:] += LossTerm(losses(tokens)).by_position()
-            total[1] += torch.stack([tokens[:, 0].double().sum(), torch.tensor(size)])
-        return total
+            # every third label does not count, so that samples have different numbers of tokens
+            terms = {"lm_loss": LossTerm(losses(tokens), self.counts(tokens))}
+            totals.add(loss_sums(terms | {"sop_loss": LossTerm(tokens[:, 0].float())}))
+        return totals.total
+
+    def counts(self, tokens: Tensor) -> Tensor | None:
+        return None
+
+
+class MaskedModel(Model):
+    """The same without some labels."""
+
+    def counts(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 1:] % 3 != 0
+
+
+def blended(data: Path) -> BlendedDataset:
+    """Return 13 samples of two sources, the test split and the train split."""
+    directory = data / "blend"
+    if not directory.exists():
+        directory.mkdir()
+        numbers, samples = build_blend([2.0, 1.0], 13)
+        save_array(map_path(directory, "test", "dataset"), numbers)
+        save_array(map_path(directory, "test", "dataset_sample"), samples)
+    members = [
+        GPTDataset(data / "tokens_text_document", data / "index", name, _runs.SEQ_LENGTH)
+        for name in ("test", "train")
+    ]
+    return BlendedDataset(members, directory, "test", (3, 1))
+
+
+def score_blend(data: Path, mesh: ProcessMesh) -> Evaluation:
+    return evaluate(
+        MaskedModel(),
+        blended(data),
+        samples=13,
+        micro_batch_size=4,
+        mesh=mesh,
+        device=torch.device("cpu"),
+    )
 
 
 def score(data: Path, mesh: ProcessMesh) -> Evaluation:
@@ -63,8 +113,25 @@ def score(data: Path, mesh: ProcessMesh) -> Evaluation:
     )
 
 
-def score_on_ranks(data: Path) -> Evaluation:
-    return score(data, _runs.mesh())
+def score_divided(data: Path, mesh: ProcessMesh) -> Evaluation:
+    """Score three micro batches, of which only the first replica has two, with divided weights."""
+    run = _runs.config(parallel={"data_parallel_sharding": "parameters"})
+    device = torch.device("cpu")
+    engine = build_engine(
+        run,
+        _runs.VOCAB_SIZE,
+        mesh,
+        special_tokens=_runs.TOKENS,
+        device=device,
+        precision="fp32",
+    )
+    dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
+    return evaluate(engine, dataset, samples=9, micro_batch_size=4, mesh=mesh, device=device)
+
+
+def score_on_ranks(data: Path) -> tuple[Evaluation, Evaluation, Evaluation]:
+    mesh = _runs.mesh()
+    return score(data, mesh), score_blend(data, mesh), score_divided(data, mesh)
 
 
 def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) -> None:
@@ -79,7 +146,24 @@ def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) ->
     assert [each.start for each in serial.by_position] == list(range(_runs.SEQ_LENGTH))
     assert [each.loss for each in serial.by_position] == pytest.approx(columns, rel=1e-12)
     assert {each.tokens for each in serial.by_position} == {13}
-    for result in run_distributed(2, score_on_ranks, data):
+    blend = score_blend(data, ProcessMesh.serial())
+    tokens = torch.from_numpy(blended(data).gather(range(13)))
+    counts, places = MaskedModel().counts(tokens), blended(data).source_places(range(13))
+    for number, each in enumerate(blend.by_source):
+        chosen = torch.from_numpy(places == number)
+        expected = float(losses(tokens)[chosen][counts[chosen]].double().mean())
+        assert (each.source, each.tokens) == ((3, 1)[number], int(counts[chosen].sum()))
+        assert each.loss == pytest.approx(expected, rel=1e-12)
+    undivided = score_divided(data, ProcessMesh.serial())
+    for result, of_blend, divided in run_distributed(2, score_on_ranks, data):
+        assert divided.losses == pytest.approx(undivided.losses, rel=1e-6)
+        assert divided.tokens == undivided.tokens
+        for each, serially in zip(of_blend.by_source, blend.by_source, strict=True):
+            assert (each.source, each.tokens) == (serially.source, serially.tokens)
+            assert each.loss == pytest.approx(serially.loss, rel=1e-12)
+        whole = sum(each.loss * each.tokens for each in of_blend.by_source) / of_blend.tokens
+        assert whole == pytest.approx(of_blend.loss, rel=1e-12)
+        assert result.by_source == ()
         assert result.losses == pytest.approx(serial.losses, rel=1e-12)
         assert result.tokens == serial.tokens
         assert [each.loss for each in result.by_position] == pytest.approx(columns, rel=1e-12)
@@ -90,7 +174,12 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
     micro_batch_sizes: list[list[int]] = []
 
     class MiddleStage(Model):
-        def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        def loss_sum(
+            self,
+            batches: Iterator[Tensor],
+            sizes: Sequence[int],
+            sources: SampleSources | None = None,
+        ) -> Tensor:
             assert next(batches, None) is None
             micro_batch_sizes.append(list(sizes))
             return torch.ones(2 + POSITION_BUCKETS, 2, dtype=torch.float64)

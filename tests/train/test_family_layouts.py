@@ -23,7 +23,7 @@ MODELS: dict[Family, dict[str, Any]] = {"bert": {"num_layers": 2}, "t5": T5 | {"
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"pipeline_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    {"use_distributed_optimizer": True},
+    {"data_parallel_sharding": "optimizer"},
 )
 
 
@@ -31,6 +31,7 @@ class Rows:
     """The samples of the parity tests."""
 
     seq_length = parity.SEQ_LENGTH
+    sources = (0,)
 
     def __init__(self, family: Family) -> None:
         self._rows = parity.samples(family).numpy()

@@ -15,10 +15,17 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_partition": "uniform"},
-    "cp2": {"context_parallel_size": 2, "use_distributed_optimizer": True},
-    "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
+    "cp2": {"context_parallel_size": 2, "data_parallel_sharding": "optimizer"},
+    "dp2": {"data_parallel_sharding": "optimizer", "grad_reduce_bucket_mb": 0.01},
+    "dp2 parameters": {"data_parallel_sharding": "parameters"},
 }
-OPTIMIZERS = ("adam", "muon")
+WHOLE, GRADIENTS = {"data_parallel_sharding": "none"}, {"data_parallel_sharding": "gradients"}
+CHANGES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "adam": ("adam", [LAYOUTS[name] for name in ("tp2", "cp2", "dp2")]),
+    "muon": ("muon", [LAYOUTS[name] for name in ("tp2", "pp2", "dp2")]),
+    "sharding": ("adam", [WHOLE, LAYOUTS["dp2 parameters"], LAYOUTS["dp2"], GRADIENTS]),
+}
+"""Optimizer of a run, and its layouts, each for two iterations."""
 ITERATIONS = 6
 
 
@@ -46,12 +53,10 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
         _runs.train(until(3, layout, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, layout, **DROPOUT), data, root / name / "resumed", attempt=2)
     still_alive()
-    for optimizer in OPTIMIZERS:
-        layouts = ("tp2", "cp2" if optimizer == "adam" else "pp2", "dp2")
-        for number, name in enumerate(layouts, 1):
-            # One run continues in one layout after the other, two iterations in each.
-            changing = until(2 * number, LAYOUTS[name], optimizer)
-            _runs.train(changing, data, root / "changing" / optimizer, attempt=number)
+    for name, (optimizer, layouts) in CHANGES.items():
+        for number, layout in enumerate(layouts, 1):
+            changing = until(2 * number, layout, optimizer)
+            _runs.train(changing, data, root / "changing" / name, attempt=number)
             still_alive()
     for iterations, attempt, directory in ((6, 1, "whole"), (3, 1, "resumed"), (6, 2, "resumed")):
         config = until(iterations, LAYOUTS["dp2"], "muon")
@@ -70,8 +75,8 @@ def test_resumed_run_in_the_same_layout_is_bit_identical(name: str, runs: Path) 
     assert_same_run(runs / name / "whole", runs / name / "resumed", ITERATIONS)
 
 
-@pytest.mark.parametrize("name", ["pp2", "dp2"])
-def test_dropout_is_the_same_in_every_pipeline_and_data_layout(
+@pytest.mark.parametrize("name", ["pp2", "cp2", "dp2", "dp2 parameters"])
+def test_dropout_is_the_same_in_every_layout_without_tensor_parallelism(
     name: str, runs: Path, data: Path, tmp_path: Path
 ) -> None:
     _runs.train(until(ITERATIONS, {}, **DROPOUT), data, tmp_path)
@@ -80,16 +85,17 @@ def test_dropout_is_the_same_in_every_pipeline_and_data_layout(
     assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CHANGES)
 def test_resumed_run_may_change_its_layout(
-    optimizer: str, runs: Path, data: Path, tmp_path: Path
+    name: str, runs: Path, data: Path, tmp_path: Path
 ) -> None:
-    changing = runs / "changing" / optimizer
+    changing = runs / "changing" / name
+    optimizer, layouts = CHANGES[name]
     starts = _runs.events(changing, "start")
-    assert [event["resumed_from"] for event in starts] == [None, 2, 4]
+    assert [event["resumed_from"] for event in starts] == [None, 2, 4, 6][: len(layouts)]
     assert len({event["parameters"] for event in starts}) == 1
     serial = tmp_path / "serial"
-    _runs.train(until(ITERATIONS, {}, optimizer), data, serial)
+    _runs.train(until(2 * len(layouts), {}, optimizer), data, serial)
     expected = _runs.losses(serial)
     assert list(_runs.losses(changing).values()) == pytest.approx(list(expected.values()), rel=1e-5)
     validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (changing, serial)]

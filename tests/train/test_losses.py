@@ -30,6 +30,7 @@ class Pairs:
     """
 
     seq_length, width = LENGTH, 3 * LENGTH + 1
+    sources = (0,)
 
     def __len__(self) -> int:
         return 64

@@ -20,7 +20,7 @@ from tests.train import _runs
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
+    "dp2": {"data_parallel_sharding": "optimizer", "grad_reduce_bucket_mb": 0.01},
 }
 
 

@@ -35,13 +35,13 @@ DATA: dict[str, dict[str, object]] = {
     "whole documents": {"split": SPLIT, **MASKS, "packing": "pack_until_overflow"},
     "best fit": {"split": SPLIT, **MASKS, "packing": "best_fit"},
 }
-WEIGHTS = (0.7, 0.3)
+NAMES, WEIGHTS = ("a", "b"), (0.7, 0.3)
 
 
 def write(directory: Path, run: RunConfig) -> list[str]:
     """Write two pairs of token files with terminated documents and the blended index maps."""
     random = np.random.RandomState(4)
-    prefixes = [str(directory / name) for name in ("a", "b")]
+    prefixes = [str(directory / name) for name in NAMES]
     for prefix, documents in zip(prefixes, (60, 30), strict=True):
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
             for _ in range(documents):
@@ -62,7 +62,12 @@ def write(directory: Path, run: RunConfig) -> list[str]:
 @pytest.fixture(params=list(DATA))
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
     """Provide a run of a few iterations and the job that scores it."""
-    run = _runs.config(data=DATA[request.param])
+    sources = [{"kind": "prefix", "prefix": str(tmp_path / name)} for name in NAMES]
+    blend = [
+        {"weight": weight, "source": source}
+        for weight, source in zip(WEIGHTS, sources, strict=True)
+    ]
+    run = _runs.config(data=DATA[request.param] | {"source": None, "blend": blend})
     prefixes = write(tmp_path, run)
     mesh = ProcessMesh.serial()
     engine = NativeEngine(
@@ -131,6 +136,14 @@ def test_scores_equal_those_of_separate_documents(job: EvaluateJob) -> None:
         expected = float(torch.cat([losses(model, document) for document in documents]).mean())
         assert scores[f"{name}_loss"] == pytest.approx(expected, rel=1e-6)
         assert scores[f"{name}_ppl"] == pytest.approx(math.exp(expected), rel=1e-6)
+        rows = scores[f"{name}_by_position"]
+        total = sum(row["loss"] * row["tokens"] for row in rows)
+        assert total / sum(row["tokens"] for row in rows) == pytest.approx(expected, rel=1e-6)
+        assert len(rows) > 1
+    events = Path(job.run_directory, "events.jsonl").read_text(encoding="utf-8").splitlines()
+    trained = [event for event in map(json.loads, events) if event["kind"] == "perplexity"][-1]
+    for row, other in zip(scores["valid_by_position"], trained["by_position"], strict=True):
+        assert row == pytest.approx(other, rel=1e-6)
 
 
 def test_unigram_perplexity_uses_frequencies_of_the_train_split(

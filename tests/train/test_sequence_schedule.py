@@ -21,7 +21,7 @@ MODEL = {"position_embedding_type": "rope", "hidden_dropout": 0.1, "attention_dr
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
+    "dp2": {"data_parallel_sharding": "optimizer", "grad_reduce_bucket_mb": 0.01},
 }
 DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepspeed dp2": ({"zero_stage": 2}, {}),

@@ -10,18 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megacore.config.train import PasskeyConfig
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
 from megacore.generate.weights import load_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.score import ZeroshotScorer
+from megacore.zeroshot.score import PasskeyScore, ZeroshotScorer, _Read
 from megacore.zeroshot.texts import Passage, WikiText, read_lambada, read_wikitext
 from tests.generate import _tiny
 from tests.zeroshot import _texts
 
 VOCAB = 300
+READS = ((60, 5), (40, 30), (9, 1), (33, 2))
+"""Tokens and scored predictions of sequences that share batches."""
 
 
 @dataclass(frozen=True)
@@ -185,3 +188,71 @@ def test_windows_beyond_the_positions_are_refused(setup: Setup) -> None:
         setup.scorer().wikitext(setup.wikitext, 65)
     with pytest.raises(ConfigError, match="seq_length is 65 and the model has 64 positions"):
         setup.scorer().lambada(setup.passages, 65)
+    with pytest.raises(ConfigError, match="length 500 and the model has 64 positions"):
+        setup.scorer().passkey(setup.tokenizer, PasskeyConfig(lengths=(500,)))
+
+
+class Copying:
+    """Model that continues as after the last place that ends as the tokens so far."""
+
+    max_position_embeddings = 800
+
+    def __call__(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), last, VOCAB)
+        for row, ids in zip(logits, tokens.tolist(), strict=True):
+            for place, end in enumerate(range(len(ids) - last + 1, len(ids) + 1)):
+                row[place, self.next(ids[:end])] = 9.0
+        return logits
+
+    def next(self, ids: list[int]) -> int:
+        """Return the token after the longest repetition of the end of `ids`."""
+        best, following = 0, 0
+        for stop in range(len(ids) - 1, 0, -1):
+            length = 0
+            while length < stop and ids[stop - 1 - length] == ids[-1 - length]:
+                length += 1
+            if length > best:
+                best, following = length, ids[stop]
+        return following
+
+
+class Guessing(Copying):
+    """Model whose logits are random."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        return torch.randn(len(tokens), last, VOCAB, generator=self._generator)
+
+
+def passkey_score(setup: Setup, model: Any, config: PasskeyConfig) -> PasskeyScore:
+    mesh, device = ProcessMesh.serial(), torch.device("cpu")
+    scorer = ZeroshotScorer(model, mesh, device, vocab_size=VOCAB, batch_size=16)
+    return scorer.passkey(setup.tokenizer, config)
+
+
+def test_a_model_that_copies_finds_every_passkey(setup: Setup) -> None:
+    config = PasskeyConfig(lengths=(600, 700), depths=(0.0, 0.6, 1.0), prompts=2, candidates=3)
+    score = passkey_score(setup, Copying(), config)
+    assert (score.accuracy, score.ranked_accuracy, score.prompts) == (1.0, 1.0, 12)
+    assert [(cell.length, cell.depth) for cell in score.cells] == [
+        (length, depth) for length in (600, 700) for depth in (0.0, 0.6, 1.0)
+    ]
+
+
+def test_a_model_that_guesses_ranks_passkeys_at_chance(setup: Setup) -> None:
+    config = PasskeyConfig(lengths=(600,), depths=(0.5,), prompts=150, candidates=4)
+    score = passkey_score(setup, Guessing(), config)
+    deviation = math.sqrt(0.25 * 0.75 / 150)
+    assert score.chance == 0.25
+    assert abs(score.ranked_accuracy - 0.25) < 3 * deviation
+    assert score.accuracy == 0
+
+
+def test_scores_of_reads_of_unequal_length_equal_whole_logits(setup: Setup) -> None:
+    reads = [_Read(torch.arange(3, 3 + length).numpy(), scored) for length, scored in READS]
+    scores = setup.scorer(3)._scores(reads)
+    for read, (loss, _) in zip(reads, scores.tolist(), strict=True):
+        expected = token_losses(setup.theirs, read.tokens.tolist())[-read.scored :].sum()
+        assert loss == pytest.approx(float(expected), rel=1e-5)

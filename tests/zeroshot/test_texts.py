@@ -1,13 +1,19 @@
-"""Reading of WikiText and LAMBADA, and refusals."""
+"""Reading of WikiText and LAMBADA, prompts of the passkey test, and refusals."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from megacore.errors import DataFormatError
+from megacore.config.train import PasskeyConfig
+from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.texts import read_lambada, read_wikitext
+from megacore.zeroshot.texts import (
+    check_passkeys,
+    make_passkeys,
+    read_lambada,
+    read_wikitext,
+)
 from tests.generate import _tiny
 
 
@@ -71,3 +77,46 @@ def test_missing_and_too_short_texts_are_refused(tokenizer: Tokenizer, tmp_path:
         read_wikitext(tmp_path / "nowhere", tokenizer)
     with pytest.raises(DataFormatError, match="wiki has 1 tokens: a perplexity needs at least 2"):
         read_wikitext(write(tmp_path / "wiki", "t"), tokenizer)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_passkey_is_hidden_at_its_depth_and_fills_its_length(
+    tokenizer: Tokenizer, depth: float
+) -> None:
+    config = PasskeyConfig(prompts=3, candidates=4)
+    passkeys = make_passkeys(tokenizer, config, 1000, depth)
+    assert len(passkeys) == 3
+    for passkey in passkeys:
+        text, numbers = tokenizer.decode(passkey.prompt), [*map(tokenizer.decode, passkey.numbers)]
+        assert len({*numbers}) == 4
+        hidden = numbers[0].strip()
+        task, *filler, question = text.split("\n")
+        key = f"The pass key is {hidden}. Remember it. {hidden} is the pass key."
+        assert question + numbers[0] == f"What is the pass key? The pass key is {hidden}"
+        before, after = (
+            sum(part.count(".") for part in parts)
+            for parts in (filler[: filler.index(key)], filler[filler.index(key) + 1 :])
+        )
+        assert before == round(depth * (before + after))
+        sentence = len(tokenizer.encode(" There and back again."))
+        assert 1000 - sentence < passkey.tokens <= 1000
+        assert task.startswith("There is an important info")
+
+
+def test_passkeys_depend_on_seed_length_and_depth_only(tokenizer: Tokenizer) -> None:
+    def numbers(seed: int, length: int, depth: float, prompts: int = 3) -> list[str]:
+        config = PasskeyConfig(seed=seed, prompts=prompts)
+        passkeys = make_passkeys(tokenizer, config, length, depth)
+        return [tokenizer.decode(passkey.numbers[0]) for passkey in passkeys]
+
+    first = numbers(1, 800, 0.5)
+    assert numbers(1, 800, 0.5, prompts=2) == first[:2]
+    assert len({*first, *numbers(2, 800, 0.5), *numbers(1, 900, 0.5), *numbers(1, 800, 0.25)}) == 12
+
+
+def test_impossible_passkeys_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="has the length 900 and the model has 800 positions"):
+        check_passkeys(tokenizer, PasskeyConfig(lengths=(800, 900)), 800)
+    with pytest.raises(ConfigError, match=r"length 20, but a prompt without filler has \d+ tokens"):
+        check_passkeys(tokenizer, PasskeyConfig(lengths=(20,)), 800)
+    check_passkeys(tokenizer, PasskeyConfig(lengths=(800,)), 800)

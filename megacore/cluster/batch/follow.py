@@ -22,7 +22,7 @@ from megacore.cluster.batch.slurm import SlurmJob
 from megacore.cluster.batch.spec import STOP_MARGIN, BatchSpec, FollowerBeat
 from megacore.errors import MegacoreError
 from megacore.launch.exit_reason import read_reasons, write_launcher_reason
-from megacore.launch.launcher_state import write_launcher_state
+from megacore.launch.watch import write_launcher_state
 
 _TICK = 0.25
 _QUICK, _SLOW = 1.0, 5.0

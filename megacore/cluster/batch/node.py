@@ -23,13 +23,13 @@ from types import FrameType
 from typing import Any
 
 from megacore.artifact.files import read_object, workspace_errors, write_json
-from megacore.cluster import rank_commands
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
 from megacore.cluster.batch.spec import BatchSpec, FollowerWatch
 from megacore.cluster.hosts.network import interface_problem, interface_to, local_address
 from megacore.cluster.hosts.plan import torchrun_command
-from megacore.config.run import RunConfig
+from megacore.cluster.start import local_torchrun_command, rank_environment
+from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import LaunchError, MegacoreError, ParallelLayoutError, RankLostError
 from megacore.launch.exit_reason import LAUNCHER_REASON, write_launcher_reason
 from megacore.launch.guard import KILL_LIMIT, catches
@@ -242,7 +242,7 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
     values = _job_values(spec)
     if "config" not in values or minimum == maximum:
         return node
-    config = RunConfig.model_validate(values["config"])
+    config = RunConfig.model_validate(with_current_names(values["config"]))
     for nodes in range(len(node.names), minimum - 1, -1):
         with contextlib.suppress(ParallelLayoutError):
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
@@ -277,12 +277,10 @@ def _job_of(
     single = meeting is None
     environment = {
         **spec.environment,
-        **rank_commands.rank_environment(threads, one_machine=single),
+        **rank_environment(threads, one_machine=single),
     }
     if meeting is None:
-        return rank_commands.local_torchrun_command(
-            spec.module, job_file, spec.ranks_per_node
-        ), environment
+        return local_torchrun_command(spec.module, job_file, spec.ranks_per_node), environment
     hosts = dict.fromkeys(node.names, spec.ranks_per_node)
     command = torchrun_command(
         hosts, node.rank, spec.module, job_file, master=meeting.address, port=meeting.port

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.errors import ConfigError, LaunchError, MegacoreError
-from megacore.launch.launcher_state import State
+from megacore.launch.watch import State
 
 TIMEOUT = 60.0
 """Seconds for a command to answer; the scheduler may be busy."""

@@ -65,7 +65,7 @@ _HIDING = {
 }
 """Variables of sbatch that the script does not get: they would override its lines by which the job
 is found."""
-_ENDED = {
+ENDED = {
     *(
         "COMPLETED",
         "CANCELLED",
@@ -78,6 +78,7 @@ _ENDED = {
     ),
     *("OUT_OF_MEMORY", "REVOKED"),
 }
+"""States of a job that has ended."""
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
@@ -156,35 +157,7 @@ class SlurmJob:
 
     def remove(self, earlier: Submission) -> None:
         """Cancel the job of an earlier follower, and wait until its processes have ended."""
-        name = self.name(earlier.token)
-        started = time.monotonic()
-        while jobs := self._unended_jobs(earlier):
-            run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
-            if time.monotonic() - started > REMOVE_LIMIT:
-                raise LaunchError(
-                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it "
-                    "was cancelled, or Slurm does not answer: look at it with scontrol show job, "
-                    "and start again when it is gone"
-                )
-            time.sleep(_PAUSE)
-
-    def _unended_jobs(self, earlier: Submission) -> set[str]:
-        """Return the ids of a submission's jobs that have not ended; its name if Slurm is silent.
-
-        A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a
-        second copy of a job.
-        """
-        name = self.name(earlier.token)
-        listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
-        if listed.returncode != 0:
-            return {name}
-        jobs = {*listed.stdout.split(), *([earlier.job] if earlier.job else [])}
-        records = {job: details(job) for job in jobs}
-        return {
-            job
-            for job, record in records.items()
-            if record is None or (record and record.get("JobState") not in _ENDED)
-        }
+        remove_jobs(self.name(earlier.token), earlier.job)
 
     def look(self) -> Look | None:
         """Return the current state of the job; None if Slurm does not answer."""
@@ -200,7 +173,7 @@ class SlurmJob:
             return Look("running", "gone", End(1, error))
         restarts = int(record.get("Restarts", "0"))
         again = f", start {restarts + 1}" if restarts else ""
-        if state in _ENDED:
+        if state in ENDED:
             return Look("running", state, self._end(state, record))
         if state in _ON_MACHINES:
             return Look("running" if state == "RUNNING" else "queued", f"{state} on {nodes}{again}")
@@ -307,15 +280,61 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def remove_jobs(name: str, job: str | None) -> None:
+    """Cancel the jobs of a name and the one with an id, and wait until they have ended.
+
+    Raises LaunchError.
+    """
+    started = time.monotonic()
+    while jobs := _unended_jobs(name, job):
+        run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
+        if time.monotonic() - started > REMOVE_LIMIT:
+            raise LaunchError(
+                f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it "
+                "was cancelled, or Slurm does not answer: look at it with scontrol show job, "
+                "and start again when it is gone"
+            )
+        time.sleep(_PAUSE)
+
+
+def _unended_jobs(name: str, job: str | None) -> set[str]:
+    """Return the ids of jobs that have not ended; the name if Slurm is silent.
+
+    A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a second
+    copy of a job.
+    """
+    listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
+    if listed.returncode != 0:
+        return {name}
+    jobs = {*listed.stdout.split(), *([job] if job else [])}
+    records = {each: job_records(each) for each in jobs}
+    return {
+        each
+        for each, found in records.items()
+        if found is None or any(record.get("JobState") not in ENDED for record in found)
+    }
+
+
 def details(job: str) -> dict[str, str] | None:
     """Return Slurm's record of a job; empty if the job is unknown, None if Slurm is silent."""
     return _record_of(run([*_SHOW, job]))
 
 
 def _record_of(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
+    records = _records_of(done)
+    return None if records is None else dict(pair for each in records for pair in each.items())
+
+
+def job_records(job: str) -> list[dict[str, str]] | None:
+    """Return Slurm's records of a job, for an array those of its elements, as `details` does."""
+    return _records_of(run([*_SHOW, job]))
+
+
+def _records_of(done: "subprocess.CompletedProcess[str]") -> list[dict[str, str]] | None:
     if done.returncode == 0:
-        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout))
-    return {} if "Invalid job id" in done.stderr else None
+        lines = [re.findall(r"(?:^| )(\w+)=(\S*)", line) for line in done.stdout.splitlines()]
+        return [dict(pairs) for pairs in lines if pairs]
+    return [] if "Invalid job id" in done.stderr else None
 
 
 def accounted(job: str) -> dict[str, str]:

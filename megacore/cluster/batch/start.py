@@ -54,7 +54,7 @@ def check_batch(launch: LaunchConfig) -> None:
     """
     ranks_per_node(launch)
     for word in launch.slurm.arguments:
-        _check_argument(word)
+        check_argument(word, "launch.slurm.arguments")
     if launch.kind == "kubernetes":
         _check_kubernetes(launch)
     options = launch.slurm if launch.kind == "slurm" else launch.kubernetes
@@ -71,15 +71,15 @@ def check_batch(launch: LaunchConfig) -> None:
             )
 
 
-def _check_argument(word: str) -> None:
-    """Raise ConfigError unless `word` is an option of sbatch that is not refused.
+def check_argument(word: str, setting: str) -> None:
+    """Raise ConfigError unless `word` in a setting is an option of sbatch that is not refused.
 
     sbatch would take another word as the script. It also accepts the beginning of a long option as
     an abbreviation.
     """
     if not word.startswith("-"):
         raise ConfigError(
-            f"launch.slurm.arguments has {word!r}, which is no option: write each option with its "
+            f"{setting} has {word!r}, which is no option: write each option with its "
             "value as one word, such as --constraint=h100"
         )
     name = word.partition("=")[0] if word.startswith("--") else word[:2]
@@ -88,8 +88,7 @@ def _check_argument(word: str) -> None:
         for option in _NOT_TO_FOLLOW
     ):
         raise ConfigError(
-            f"launch.slurm.arguments has {word}, with which the job could not be followed: leave "
-            "it out"
+            f"{setting} has {word}, with which the job could not be followed: leave it out"
         )
 
 

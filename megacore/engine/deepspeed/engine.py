@@ -35,7 +35,7 @@ from megacore.engine.deepspeed.optimizer import (
 from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.engine.deepspeed.state import DeepSpeedState, main_weights, shape_of
 from megacore.kernels.choice import Kernels
-from megacore.models.base import POSITION_BUCKETS, Model, loss_sums
+from megacore.models.base import LossTotals, Model, SampleSources, loss_sums
 from megacore.models.init import initial_weight
 from megacore.models.inputs import InputRules
 from megacore.models.stage import Stage
@@ -298,19 +298,23 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._engine.step()
         return len(self._losses)
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss and its number of values, and `lm_loss` by position.
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
+        """Return the sum of each loss and its number of values, by position and by source too.
 
-        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
+        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
-        rows = len(self.loss_names) + POSITION_BUCKETS
-        total = torch.zeros(rows, 2, dtype=torch.float64, device=self.device)
+        totals = LossTotals(len(self.loss_names), sources, self.device)
         self._engine.eval()
         try:
             # In inference mode ZeRO-3 would gather weights that no later backward pass may use.
             with torch.no_grad():
                 for batch in batches:
-                    total += self._engine(batch)[1]
+                    totals.add(self._engine(batch)[1])
         finally:
             self._engine.train()
-        return total
+        return totals.total

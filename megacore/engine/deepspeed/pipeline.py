@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore.engine.deepspeed.engine import DeepSpeedBase
 from megacore.engine.deepspeed.join import MeshUnit, import_deepspeed
+from megacore.models.base import SampleSources
 from megacore.models.stage import Stage
 
 
@@ -110,12 +111,17 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         self._losses = self._layer.losses
         return len(self._seeds)
 
-    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+    def loss_sum(
+        self,
+        batches: Iterator[Tensor],
+        sizes: Sequence[int],
+        sources: SampleSources | None = None,
+    ) -> Tensor:
         """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
+        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
-        return self._stage.loss_sum(batches, sizes)
+        return self._stage.loss_sum(batches, sizes, sources)
 
     def _module(self) -> Any:
         """Return the stages as a PipelineModule.

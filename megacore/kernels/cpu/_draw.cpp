@@ -2,9 +2,20 @@
 // torch's CPU generator.
 #include "_kernels.h"
 
+#include <pybind11/stl.h>
+
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "_rows.h"
+
+namespace {
+
+using megacore::Index;
+using Ranges = std::vector<std::pair<Index, Index>>;
+
+}  // namespace
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -63,6 +74,17 @@ class Engine {
                 put(out++, static_cast<__mmask16>(number(upper, lower) < threshold), 1);
                 --count;
             }
+        }
+    }
+
+    // Pass over numbers without writing them.
+    void skip(Index count) {
+        for (Index words = 2 * count; words > 0;) {
+            if (left_ == 0) renew();
+            const Index some = std::min(left_, words);
+            next_ += some;
+            left_ -= some;
+            words -= some;
         }
     }
 
@@ -140,10 +162,22 @@ class Engine {
 };
 
 template <class T>
-void bernoulli(std::uintptr_t address, double p, std::uintptr_t out, Index count) {
+void bernoulli(std::uintptr_t address, double p, std::uintptr_t out, Index rows, Index length,
+               const Ranges& ranges) {
     State& state = *at<State>(address);
     Engine engine(state);
-    engine.below(static_cast<std::uint64_t>(std::ceil(std::ldexp(p, 53))), at<T>(out), count);
+    const auto threshold = static_cast<std::uint64_t>(std::ceil(std::ldexp(p, 53)));
+    T* next = at<T>(out);
+    for (Index row = 0; row < rows; ++row) {
+        Index drawn = 0;
+        for (const auto& [begin, end] : ranges) {
+            engine.skip(begin - drawn);
+            engine.below(threshold, next, end - begin);
+            next += end - begin;
+            drawn = end;
+        }
+        engine.skip(length - drawn);
+    }
     engine.save(state);
 }
 
@@ -154,13 +188,13 @@ MEGACORE_AVX512_END
 
 namespace {
 
-using megacore::Index;
-
-// Fill `out` with ones of probability p and zeros, and advance the state.
-void bernoulli(std::uintptr_t state, double p, std::uintptr_t out, Index count, bool half) {
+// Draw ones of probability p and zeros for rows of `length` numbers, write those of each row's
+// ascending ranges to `out`, and advance the state.
+void bernoulli(std::uintptr_t state, double p, std::uintptr_t out, Index rows, Index length,
+               const Ranges& ranges, bool half) {
 #ifdef MEGACORE_HAS_AVX512
-    half ? megacore::bernoulli<megacore::bf16>(state, p, out, count)
-         : megacore::bernoulli<float>(state, p, out, count);
+    half ? megacore::bernoulli<megacore::bf16>(state, p, out, rows, length, ranges)
+         : megacore::bernoulli<float>(state, p, out, rows, length, ranges);
 #else
     no_kernels();
 #endif

@@ -165,7 +165,15 @@ def cross_entropy(
 ) -> None: ...
 
 # draw
-def bernoulli(state: int, p: float, out: int, count: int, half: bool) -> None: ...
+def bernoulli(
+    state: int,
+    p: float,
+    out: int,
+    rows: int,
+    length: int,
+    ranges: Sequence[tuple[int, int]],
+    half: bool,
+) -> None: ...
 
 # few_rows
 def runs_few_rows() -> bool: ...

@@ -18,9 +18,16 @@ from megacore.kernels.cpu.common import (
     per_column,
     rows_of,
 )
+from megacore.kernels.dropout import SequencePart
 
 
-def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
+def bias_dropout_add(
+    branch: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    part: SequencePart | None = None,
+) -> Tensor:
     """Compute residual + dropout(branch + bias): [..., h] to [..., h], contiguous.
 
     The dropped elements are those that `torch.nn.functional.dropout` drops from the same state of
@@ -31,20 +38,22 @@ def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: f
         bias: bias [h] of the branch.
         residual: residual of the branch's shape.
         p: probability of dropping an element; 0 outside of training.
+        part: part of the sequences that the branch has; None if it has them whole.
     """
     if not p and bias is None and branch.dtype == torch.float32:
         return residual + branch  # nothing to fuse, and no conversion to fp32
-    mask = kept_like(branch, p) if p else None
+    mask = kept_like(branch, p, part) if p else None
     scale = 1.0 / (1.0 - p)
     return _BiasDropoutAdd.apply(branch, bias, residual, mask, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
+def dropout(x: Tensor, p: float, part: SequencePart | None = None) -> Tensor:
     """Apply dropout as `torch.nn.functional.dropout` does in training; 0 < p < 1.
 
     It drops the same elements from the same state of torch's generator.
     """
-    return _BiasDropoutAdd.apply(x, None, None, kept_like(x, p), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
+    mask = kept_like(x, p, part)
+    return _BiasDropoutAdd.apply(x, None, None, mask, 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _BiasDropoutAdd(torch.autograd.Function):

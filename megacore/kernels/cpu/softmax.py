@@ -11,10 +11,17 @@ from torch import Tensor
 from megacore.errors import ConfigError
 from megacore.kernels.cpu import _kernels
 from megacore.kernels.cpu.common import address, is_half, kept_like, operator
+from megacore.kernels.dropout import SequencePart
 
 
 def scaled_masked_softmax(
-    scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
+    scores: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+    dropout: float = 0.0,
+    part: SequencePart | None = None,
 ) -> Tensor:
     """Compute dropout(softmax(scores * scale + bias)) of [b, n, s, s_k].
 
@@ -25,7 +32,7 @@ def scaled_masked_softmax(
             f"A trained bias of attention is [1, heads, queries, keys] = {[1, *scores.shape[1:]]}, "
             f"not {[*bias.shape]}."
         )
-    kept = kept_like(scores, dropout) if dropout else None
+    kept = kept_like(scores, dropout, part) if dropout else None
     keep_scale = 1.0 / (1.0 - dropout)
     return _Softmax.apply(scores, bias, kept, scale, keep_scale, causal)  # type: ignore[no-any-return, no-untyped-call]
 

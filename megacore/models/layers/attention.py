@@ -13,8 +13,9 @@ from megacore.kernels.choice import Kernels
 from megacore.kernels.spans import Spans
 from megacore.models.layers.norm import make_head_norm, parameters_of
 from megacore.models.layers.shared import Shared
+from megacore.parallel.context import dropout_part
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
-from megacore.parallel.rng import seed_dropout, tensor_parallel_region
+from megacore.parallel.rng import context_parallel_region, seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megacore.tensor_parallel.mappings import (
     gather_from_context_parallel_region,
@@ -115,19 +116,14 @@ class _Attention(nn.Module):
         spans: Spans | None,
         cp: ParallelGroup,
     ) -> Tensor:
-        """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training.
+        """Map q, k, v to the attention output [b, n/t, s, d].
 
         With context parallelism keys and values are gathered here, so that selective recomputation
         keeps only this rank's.
         """
         if cp.size > 1:
-            key, value = gather_from_context_parallel_region(torch.stack([key, value]), cp)
-        if not (self.training and self.attention_dropout):
-            return self._scores(query, key, value, 0.0, bias, spans)
-        if self.part is not None or self.recompute or not torch.compiler.is_compiling():
-            self.seed(dropout_seed)
-        with tensor_parallel_region(self.tp, query):
-            return self._scores(query, key, value, self.attention_dropout, bias, spans)
+            key, value = gather_from_context_parallel_region(key, value, cp)
+        return self._scores(query, key, value, dropout_seed, bias, spans, cp)
 
     def seed(self, dropout_seed: int | None) -> None:
         """Seed the dropout of this layer's attention for a micro batch; not part of a graph."""
@@ -138,21 +134,38 @@ class _Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        dropout: float,
+        dropout_seed: int | None,
         bias: Tensor | None,
         spans: Spans | None,
+        cp: ParallelGroup,
     ) -> Tensor:
+        """Attend to all keys, with dropout in training.
+
+        Fused kernels of GPUs draw in an order of their own, other ones by position.
+        """
         unmasked = bias is None and spans is None
-        return self.attention(
+        attend = partial(
+            self.attention,
             query,
             key,
             value,
             bias=bias,
-            dropout=dropout,
             causal=self.causal and unmasked and query.shape[2] == key.shape[2],
             scale=self.scale,
             spans=spans,
         )
+        if not (self.training and self.attention_dropout):
+            return attend(dropout=0.0)
+        if self.part is not None or self.recompute or not torch.compiler.is_compiling():
+            self.seed(dropout_seed)
+        with tensor_parallel_region(self.tp, query):
+            if cp.size == 1:
+                return attend(dropout=self.attention_dropout)
+            if query.is_cuda:
+                with context_parallel_region(cp, query):
+                    return attend(dropout=self.attention_dropout)
+            _, part = dropout_part(query.shape[2], cp)
+            return attend(dropout=self.attention_dropout, part=part)
 
 
 class SelfAttention(_Attention):
@@ -255,7 +268,7 @@ class SelfAttention(_Attention):
         if self._takes_packed(shared):
             packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
             return self._attend_packed(packed, shared)
-        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans, SINGLE_RANK)
+        return self._scores(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
 
     @property
     def local_groups(self) -> int:

@@ -4,6 +4,7 @@ For the latter see Raffel et al. 2019, arXiv:1910.10683, section 2.1.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ def attention_mask(
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
     spanned: bool = False,
+    blocked: bool = False,
+    softcapped: bool = False,
 ) -> tuple[Tensor | None, Spans | None]:
     """Return what hides keys: the sum of all biases, or spans if that is only a mask.
 
@@ -49,27 +52,28 @@ def attention_mask(
             scores per token of distance.
         learned: learned bias [1, n/t, queries, keys].
         spanned: True if the kernel takes spans without a dense mask.
+        blocked: True if the spans must have blocks, and may have ALiBi's slopes.
+        softcapped: True if the scores have a soft cap, for which no kernel has its own causal mask.
 
     Returns:
         The bias [b or 1, n/t or 1, queries or 1, keys] or the spans; neither if the kernel's own
         causal mask, or no mask, suffices.
     """
     causal = causal and queries > 1  # a single query is at the end, and sees all keys
+    rules: dict[str, Any] = {"documents": documents, "present": present, "window": window}
+    masked = any(rule is not None for rule in rules.values())
+    if spanned and blocked and learned is None:
+        partial = causal and (queries < keys or softcapped)
+        if not (masked or partial or slopes is not None):
+            return None, None
+        spans = Spans.of(queries, keys, causal=causal, device=device, **rules)
+        return None, spans.blocked(queries, keys, slopes)
     if slopes is None and learned is None:
         partial = causal and queries < keys
-        if documents is None and window is None and present is None and not partial:
+        if not (masked or partial):
             return None, None
         if spanned:
-            spans = Spans.of(
-                queries,
-                keys,
-                causal=causal,
-                device=device,
-                documents=documents,
-                present=present,
-                window=window,
-            )
-            return None, spans
+            return None, Spans.of(queries, keys, causal=causal, device=device, **rules)
         if documents is None and window is None and present is not None and not causal:
             return _additive(present[:, None, None, :], dtype), None
     sees = _sees(queries, keys, causal, window, device)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from megacore.config.model import ModelConfig
 from megacore.kernels.choice import Kernels
 from megacore.models.layers.norm import make_norm, parameters_of
-from megacore.parallel.mesh import ParallelGroup
+from megacore.parallel.context import dropout_part
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import EMBEDDING, seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import Partition, VocabParallelEmbedding
 from megacore.tensor_parallel.partition import divide
@@ -83,6 +84,7 @@ class Embedding(nn.Module):
         position_ids: Tensor | None = None,
         tokentypes: Tensor | None = None,
         part: str | None = None,
+        cp: ParallelGroup = SINGLE_RANK,
     ) -> Tensor:
         """Map ids [b, s] to [b, s, h], with sequence parallelism to [b, s/t, h].
 
@@ -92,6 +94,7 @@ class Embedding(nn.Module):
             position_ids: positions [b or 1, s]; None counts from 0.
             tokentypes: segments [b, s], if there is a segment table.
             part: name of the dropout stream, for a model that embeds twice.
+            cp: ranks that have the other tokens of the sequences.
         """
         x: Tensor = self.word_embeddings(tokens)
         if self.scale is not None:
@@ -111,8 +114,10 @@ class Embedding(nn.Module):
         if not (self.training and self.hidden_dropout):
             return x
         seed_dropout(dropout_seed, EMBEDDING, part)
-        with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
-            return self.kernels.dropout(x, self.hidden_dropout)
+        divided = self.tp if self.sequence_parallel else SINGLE_RANK
+        rank, places = dropout_part(x.shape[1], cp, divided)
+        with tensor_parallel_region(self.tp, x, rank) if self.sequence_parallel else nullcontext():
+            return self.kernels.dropout(x, self.hidden_dropout, places)
 
     def partial_gradients(self) -> frozenset[str]:
         """Return the parameters whose gradients are partial with sequence parallelism."""

@@ -20,7 +20,8 @@ from megacore.models.layers.attention_bias import RelativeBias
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import Shared
-from megacore.parallel.mesh import ParallelGroup
+from megacore.parallel.context import dropout_part
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 
 _NORMS = (
@@ -156,27 +157,32 @@ class TransformerLayer(nn.Module):
             return self._post_norm(x, dropout_seed, shared)
         attended = self.self_attention(self.input_layernorm(x), dropout_seed, shared)
         if self.parallel_residual:
-            return self._add(self._add(x, attended), self.mlp(self.post_attention_layernorm(x)))
-        x = self._add(x, attended)
+            output = self.mlp(self.post_attention_layernorm(x))
+            return self._add(self._add(x, attended, shared), output, shared)
+        x = self._add(x, attended, shared)
         normed = self.post_attention_layernorm(x)
         if self.inter_attention is not None and self.post_inter_attention_layernorm is not None:
-            x = self._add(x, self.inter_attention(normed, dropout_seed, shared))
+            x = self._add(x, self.inter_attention(normed, dropout_seed, shared), shared)
             normed = self.post_inter_attention_layernorm(x)
-        return self._add(x, self.mlp(normed))
+        return self._add(x, self.mlp(normed), shared)
 
     def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         assert self.output_layernorm is not None
         x = self.post_attention_layernorm(
-            self._add(x, self.self_attention(x, dropout_seed, shared))
+            self._add(x, self.self_attention(x, dropout_seed, shared), shared)
         )
-        return self.output_layernorm(self._add(x, self.mlp(x)))  # type: ignore[no-any-return]
+        return self.output_layernorm(self._add(x, self.mlp(x), shared))  # type: ignore[no-any-return]
 
-    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+    def _add(self, x: Tensor, branch: Tensor, shared: Shared | None) -> Tensor:
         """Return x + dropout(branch)."""
         if not (self.training and self.hidden_dropout):
             return self.kernels.bias_dropout_add(branch, None, x, 0.0)
-        with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
-            return self.kernels.bias_dropout_add(branch, None, x, self.hidden_dropout)
+        cp = SINGLE_RANK if shared is None else shared.cp
+        rank, part = dropout_part(
+            x.shape[1], cp, self.tp if self.sequence_parallel else SINGLE_RANK
+        )
+        with tensor_parallel_region(self.tp, x, rank) if self.sequence_parallel else nullcontext():
+            return self.kernels.bias_dropout_add(branch, None, x, self.hidden_dropout, part)
 
 
 class SandwichLayer(TransformerLayer):
@@ -195,9 +201,9 @@ class SandwichLayer(TransformerLayer):
         assert self.post_mlp_layernorm is not None
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         attended = self.self_attention(normed, dropout_seed, shared)
-        x = self._add(x, self.post_self_attn_layernorm(attended))
+        x = self._add(x, self.post_self_attn_layernorm(attended), shared)
         output = self.mlp(self.post_attention_layernorm(x))
-        return self._add(x, self.post_mlp_layernorm(output))
+        return self._add(x, self.post_mlp_layernorm(output), shared)
 
 
 class Transformer(nn.Module):

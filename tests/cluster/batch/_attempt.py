@@ -7,8 +7,8 @@ from pathlib import Path
 from megacore.cluster.batch.start import start_batch
 from megacore.config.launch import LaunchConfig
 from megacore.jobs.run import RankJob
-from megacore.launch.launcher_state import read_launcher_state
 from megacore.launch.supervise import supervise
+from megacore.launch.watch import read_launcher_state
 from tests.launch._processes import wait_until
 
 LIMIT = 60.0

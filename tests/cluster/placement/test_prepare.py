@@ -362,6 +362,7 @@ def test_zero_shot_job_reads_model_tokenizer_and_texts(data: Path, tmp_path: Pat
         "tokenizer_directory": str(data / "index"),
         "wikitext": None,
         "lambada": str(tmp_path / "lambada.jsonl"),
+        "passkey": {},
         "seq_length": 8,
         "overlapping_eval": None,
     }

@@ -5,6 +5,7 @@ import torch
 
 from megacore.kernels.cpu import _kernels, common
 from megacore.kernels.cpu.common import draws_as_torch, kept_like
+from megacore.kernels.dropout import SequencePart
 from tests.kernels.cpu._pointwise import both_types
 
 pytestmark = pytest.mark.skipif(
@@ -33,6 +34,25 @@ def test_numbers_and_generator_state_equal_torchs(
         assert torch.equal(torch.rand(3), following)
 
 
+@both_types
+@pytest.mark.parametrize("drawn_before", [0, 311, 624])
+def test_a_part_has_the_numbers_of_the_whole(dtype: torch.dtype, drawn_before: int) -> None:
+    part, shape = SequencePart(24, ((3, 6), (18, 21))), (2, 3, 6, 37)
+    for drawn_by_torch in (False, True):
+        torch.manual_seed(7)
+        for _ in range(drawn_before):
+            torch.rand(1)
+        before = torch.get_rng_state()
+        expected = part.of(torch.empty(2, 3, 24, 37, dtype=dtype).bernoulli_(0.7))
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        with pytest.MonkeyPatch.context() as patch:
+            if drawn_by_torch:
+                patch.setattr(common, "draws_as_torch", lambda: False)
+            assert torch.equal(kept_like(torch.empty(shape, dtype=dtype), 0.3, part), expected)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_a_cached_normal_number_is_kept() -> None:
     torch.manual_seed(7)
     torch.normal(0.0, 1.0, (1,))
@@ -49,7 +69,7 @@ def test_numbers_equal_torchs_at_the_limits_of_the_probability(p: float) -> None
     torch.manual_seed(7)
     state, out = torch.get_rng_state(), torch.empty(2000)
     expected = torch.empty(2000).bernoulli_(p)
-    _kernels.bernoulli(state.data_ptr(), p, out.data_ptr(), 2000, False)
+    _kernels.bernoulli(state.data_ptr(), p, out.data_ptr(), 1, 2000, [(0, 2000)], False)
     assert torch.equal(out, expected)
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from megacore.artifact import StageKey, build_artifact, manifest
 from megacore.artifact.build import remove_tree
-from megacore.artifact.first_read import FirstRead
-from megacore.artifact.manifest import verified_record
+from megacore.artifact.manifest import FirstRead, verified_record
 from megacore.errors import ArtifactError, FileAccessError
 
 
@@ -83,7 +82,7 @@ def test_a_folder_that_cannot_be_written_has_no_record(
     def refuse(path: Path, value: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("megacore.artifact.first_read.write_json", refuse)
+    monkeypatch.setattr("megacore.artifact.manifest.write_json", refuse)
     assert [len(lines_of(artifact)), len(lines_of(artifact))] == [1, 1]
 
 

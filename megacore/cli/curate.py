@@ -1,0 +1,186 @@
+"""`megacore curate`: removal and change of documents before they are tokenized."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from megacore.cli._options import VariadicCommand
+from megacore.errors import ConfigError
+
+
+class CurateCommand(VariadicCommand):
+    """The command `megacore curate`."""
+
+    variadic = ("--input", "--earlier")
+
+
+def curate(
+    input: Annotated[
+        list[str],
+        typer.Option(help="JSON Lines (plain, .gz, .zst), parquet or WARC files or globs"),
+    ],
+    steps: Annotated[
+        Path, typer.Option(help="YAML file with a list of steps, or with data.curate")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="new directory for documents-*.jsonl and report.json")
+    ],
+    json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
+    on_bad_line: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(help="for a line without a document: end the run, or skip and count it"),
+    ] = "stop",
+    shard_mb: Annotated[
+        int, typer.Option(min=1, max=100_000, help="size of a shard in MB (10^6 bytes)")
+    ] = 64,
+    max_document_mb: Annotated[
+        int, typer.Option(min=1, max=2000, help="maximum size of a line or row in MB (10^6 bytes)")
+    ] = 100,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes (default: one per core)")
+    ] = None,
+    executor: Annotated[
+        str,
+        typer.Option(
+            help="local, slurm or ray, or with options as YAML: '{kind: slurm, partition: cpu}'"
+        ),
+    ] = "local",
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="directories of curated sources whose duplicates the steps with across_sources "
+            "remove, the first source first"
+        ),
+    ] = None,
+) -> None:
+    """Remove duplicates and documents of low quality, and mask personal data.
+
+    A command that was killed continues with the shards that are done, which are kept in
+    .OUTPUT.curate until it ends.
+    """
+    import shutil
+
+    from megacore.artifact import lock
+    from megacore.artifact.files import read_json, require_space, staged, workspace_errors
+    from megacore.cluster.executors import executor_of
+    from megacore.config.data import JsonlSource
+    from megacore.corpus.curate import REPORT_NAME, curate_segments, needed_bytes
+    from megacore.corpus.curate_job import CurateOptions
+    from megacore.corpus.curate_report import report_text
+    from megacore.corpus.local_files import list_files
+
+    chosen = _read_steps(steps)
+    sources = _earlier_sources(chosen, earlier or [])
+    execute = executor_of(_read_executor(executor), workers, _say)
+    files = list_files(JsonlSource(kind="jsonl", files=tuple(input), key=json_key))
+    options = CurateOptions(
+        shard_bytes=shard_mb * 10**6,
+        skip_bad_lines=on_bad_line == "skip",
+        document_bytes=max_document_mb * 10**6,
+        workers=workers,
+    )
+    started = time.monotonic()
+    work = output.absolute().with_name(f".{output.absolute().name}.curate")
+    compared = sum(Path(part.path).stat().st_size for parts in sources for part in parts)
+    needed = needed_bytes(sum(file.size for file in files), chosen, compared)
+    require_space(output, needed, "curate writes about")
+    with staged(output) as staging, workspace_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+        with lock(work / "job"):
+            parts = _parts(files, json_key)
+            counts = curate_segments(
+                parts, staging, work, chosen, options, earlier=sources, executor=execute
+            )
+    shutil.rmtree(work)
+    seconds = time.monotonic() - started
+    sys.stdout.write(report_text(read_json(output / REPORT_NAME)))
+    size = counts["bytes_read"] / 1e6
+    sys.stdout.write(
+        f"\n{output}: {counts['documents']:,} of {counts['documents_read']:,} documents kept, "
+        f"{size:,.1f} MB in {seconds:.2f} s ({size / seconds:,.1f} MB/s)\n"
+    )
+
+
+def _parts(files: Any, json_key: str) -> Any:
+    """Return the segments of the input. Raises ConfigError for web pages among other files."""
+    from megacore.corpus.segments import jsonl_segments
+    from megacore.corpus.web_pages import file_segments, is_web
+
+    web = [is_web(file.path) for file in files]
+    if not any(web):
+        return jsonl_segments([file.path for file in files], json_key)
+    if not all(web):
+        raise ConfigError(
+            f"--input has WARC files and others, such as {files[web.index(False)].path}: give each "
+            "kind to a command of its own"
+        )
+    return file_segments(files)
+
+
+def _read_steps(path: Path) -> Any:
+    """Return the steps in a YAML file. Raises ConfigError."""
+    from megacore.config.curate import CurateSteps
+    from megacore.config.load import validated
+    from megacore.foreign.files import read_yaml
+
+    values = read_yaml(path)
+    if isinstance(values, dict):
+        values = values.get("data", values)
+        values = values.get("curate") if isinstance(values, dict) else None
+    if not isinstance(values, list) or not values:
+        raise ConfigError(
+            f"{path} has no list of steps: give one such as `- step: exact_dedup`, or a "
+            "configuration with data.curate"
+        )
+    return validated(CurateSteps, {"curate": values}, str(path)).curate
+
+
+def _read_executor(text: str) -> Any:
+    """Return the executor of a name or of its options as YAML. Raises ConfigError."""
+    import yaml
+
+    from megacore.config.curate import ChosenExecutor
+    from megacore.config.load import validated
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"--executor is {text!r}, which is no YAML: quote it as one word"
+        ) from error
+    if isinstance(values, str):
+        values = {"kind": values}
+    return validated(ChosenExecutor, {"executor": values}, "the command line").executor
+
+
+def _earlier_sources(steps: Any, directories: list[Path]) -> list[Any]:
+    """Return the documents of each directory of a curated source. Raises ConfigError."""
+    from megacore.config.curate import compares_sources
+    from megacore.corpus.segments import segments
+
+    compares = compares_sources(steps)
+    if compares and not directories:
+        raise ConfigError(
+            "a step has across_sources, but --earlier names no curated source: give its directory, "
+            "or leave across_sources out"
+        )
+    if directories and not compares:
+        raise ConfigError(
+            f"--earlier is {directories[0]}, but no step compares sources: set across_sources of a "
+            "deduplication, or leave --earlier out"
+        )
+    for directory in directories:
+        if not (directory / "report.json").is_file():
+            raise ConfigError(
+                f"--earlier is {directory}, which is no output of megacore curate (it has no "
+                "report.json): correct it"
+            )
+    return [segments(directory.absolute()) for directory in directories]
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

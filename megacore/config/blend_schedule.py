@@ -1,0 +1,164 @@
+"""Weights of a blend as a function of the consumed samples, and checks of blends."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from megacore.config.data import BlendStep, DataConfig
+from megacore.errors import ConfigError
+
+NAME = "data.blend_schedule"
+
+
+def blend_steps(data: DataConfig) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """Return the first sample and the weights of each step of the schedule."""
+    return tuple(
+        (step.first_sample(data.seq_length), step.weights) for step in data.blend_schedule or ()
+    )
+
+
+def source_names(data: DataConfig) -> tuple[str, ...]:
+    """Return a name for each of `data.sources`, for curves and tables; no two are equal.
+
+    It is the name in the configuration, or the number and the end of the source's path or name.
+    """
+    blends = [data.blend or ()]
+    if data.split_blends is not None:
+        blends += [data.split_blends.train, data.split_blends.valid, data.split_blends.test]
+    given = {each.source: each.name for blend in reversed(blends) for each in blend if each.name}
+    return tuple(
+        given.get(source) or f"{number}-{_short(source)}"
+        for number, source in enumerate(data.sources)
+    )
+
+
+def _short(source: Any) -> str:
+    """Return the last part of a source's path, with only letters, digits and dashes."""
+    files = getattr(source, "files", None)
+    text = next(
+        str(value)
+        for value in (
+            getattr(source, "prefix", None),
+            getattr(source, "dataset", None),
+            files and getattr(files[0], "url", files[0]),
+            getattr(source, "path", None),
+            source.kind,
+        )
+        if value
+    )
+    last = text.rstrip("/").rpartition("/")[2]
+    kept = "".join(each if each.isascii() and each.isalnum() else "-" for each in last)
+    return "-".join(part for part in kept.split("-") if part)[:40] or str(source.kind)
+
+
+def check_blends(data: DataConfig) -> None:
+    """Raise ValueError for weights, names, limits or a schedule that do not fit the blends."""
+    blends = {"blend": data.blend or ()}
+    if data.split_blends is not None:
+        splits = data.split_blends
+        blends = {
+            "split_blends.train": splits.train,
+            "split_blends.valid": splits.valid,
+            "split_blends.test": splits.test,
+        }
+    members = data.train_blend
+    if not members:
+        for name in ("blend_schedule", "blend_temperature"):
+            if getattr(data, name) is not None:
+                raise ValueError(
+                    f"data.{name} is given without data.blend or data.split_blends: give one of "
+                    "them, or remove the former"
+                )
+    for blend, each in blends.items():
+        for number, member in enumerate(each):
+            where = f"data.{blend}[{number}]"
+            if (member.weight is None) != (data.blend_temperature is not None):
+                raise ValueError(
+                    f"{where} has no weight: give it one, or set data.blend_temperature for all"
+                    if member.weight is None
+                    else f"{where}.weight is {member.weight:g} and data.blend_temperature "
+                    f"{data.blend_temperature:g} computes the weights: remove one of them"
+                )
+            if member.max_epochs is not None and not blend.endswith(("blend", "train")):
+                raise ValueError(
+                    f"{where}.max_epochs is {member.max_epochs:g}, but only the train split is "
+                    "repeated: remove it"
+                )
+            later = each is members and any(
+                any(step.weights[number : number + 1]) for step in data.blend_schedule or ()
+            )
+            if member.weight == 0 and not later:
+                raise ValueError(
+                    f"{where}.weight is 0, so that nothing is drawn from it: remove it, or give it "
+                    "a weight later in data.blend_schedule"
+                )
+        if each and not any(member.weight is None or member.weight for member in each):
+            raise ValueError(f"all weights of data.{blend} are 0: give one a positive weight")
+    _check_names(data)
+    if data.blend_schedule is not None:
+        _check_steps(data.blend_schedule, len(members), data)
+
+
+def _check_names(data: DataConfig) -> None:
+    names = source_names(data)
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise ValueError(
+            f"two sources of the blend have the name {twice}: give each a name of its own"
+        )
+
+
+def _check_steps(steps: tuple[BlendStep, ...], members: int, data: DataConfig) -> None:
+    for number, step in enumerate(steps):
+        where = f"{NAME}[{number}]"
+        if (step.samples is None) == (step.tokens is None):
+            raise ValueError(f"{where} needs either samples or tokens: give exactly one of them")
+        if len(step.weights) != members:
+            raise ValueError(
+                f"{where}.weights has {len(step.weights)} numbers for {members} sources: give one "
+                "for each, in the order of the blend"
+            )
+        if not any(step.weights):
+            raise ValueError(f"{where}.weights are all 0: give one source a positive weight")
+    for number, ((before, _), (first, _)) in enumerate(pairwise(blend_steps(data)), 1):
+        if first <= before:
+            raise ValueError(
+                f"{NAME}[{number}] begins at sample {first}, which does not exceed {before}, where "
+                "the step before it begins: sort the steps"
+            )
+
+
+def check_past_weights(
+    before: Mapping[str, Any], now: DataConfig, consumed_samples: int, checkpoint: str
+) -> None:
+    """Refuse a schedule that differs within the samples that a checkpoint was trained on.
+
+    Args:
+        before: the section `data` of the checkpoint's configuration as JSON.
+        now: the section `data` of the configuration that resumes.
+        consumed_samples: samples that the checkpoint was trained on.
+        checkpoint: name of the checkpoint in messages.
+
+    Raises:
+        ConfigError: a step before `consumed_samples` was added, changed or removed.
+    """
+    length = before.get("seq_length", now.seq_length)
+    past = [BlendStep.model_validate(step) for step in before.get("blend_schedule") or ()]
+    old = [(step.first_sample(length), step.weights) for step in past]
+    trained, wanted = (
+        [(first, _normalised(weights)) for first, weights in steps if first < consumed_samples]
+        for steps in (old, blend_steps(now))
+    )
+    if trained == wanted:
+        return
+    differing = sorted(set(trained) ^ set(wanted))[0][0]
+    raise ConfigError(
+        f"{checkpoint} was trained on {consumed_samples} samples, but {NAME} differs from its own "
+        f"at sample {differing}: change only steps from sample {consumed_samples} on, or allow it "
+        f"with resume.override: [{NAME}]"
+    )
+
+
+def _normalised(weights: tuple[float, ...]) -> tuple[float, ...]:
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)

@@ -1,0 +1,186 @@
+"""Readers and the writer of documents for curation, as datatrove's blocks.
+
+The module imports datatrove, so it is itself imported only where documents are curated or searched.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from megacore.corpus import local_files
+from megacore.corpus.blocks import BadLine, LineBlock, read_blocks
+from megacore.corpus.curate_report import Tally
+from megacore.corpus.documents import parse_fields
+from megacore.corpus.formats import file_format_of, too_large
+from megacore.corpus.segments import Segment
+from megacore.corpus.web_pages import read_pages
+from megacore.errors import DataFormatError
+
+_BLOCK_BYTES = 1 << 22
+
+
+class ReadShard(PipelineStep):  # type: ignore[misc]
+    """Documents of the segments of one shard of the source; empty ones are removed."""
+
+    type, name = "read", "source"
+
+    def __init__(
+        self,
+        segments: Iterable[tuple[Segment, int]],
+        tally: Tally | None,
+        *,
+        all_fields: bool,
+        named: bool,
+        skip_bad_lines: bool,
+        document_bytes: int,
+        extracts: bool = False,
+    ) -> None:
+        """Take segments with the number of their first line or row.
+
+        `named` means that the field `source` of a document says where it came from. `tally` counts
+        the documents; None if they were counted before. `extracts` means that a step extracts text
+        from HTML.
+        """
+        super().__init__()
+        self._extracts = extracts
+        self._segments, self._tally = tuple(segments), tally
+        self._all_fields, self._named = all_fields, named
+        self._skip, self._limit = skip_bad_lines, document_bytes
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents."""
+        for segment, first in self._segments:
+            for row in self._read(segment, first):
+                if isinstance(row, BadLine):
+                    if not self._skip:
+                        raise DataFormatError(row.reason)
+                    if self._tally is not None:
+                        self._tally.skipped_lines += 1
+                    continue
+                if self._tally is not None:
+                    self._tally.note_read(row)
+                if row.text.strip():
+                    yield row
+                elif self._tally is not None:
+                    self._tally.note_removed("empty", "empty", row)
+
+    def _read(self, segment: Segment, first: int) -> Iterator[Document | BadLine]:
+        if segment.first_page is not None:
+            return self._pages(segment)
+        if file_format_of(segment.path) == "parquet":
+            return self._rows(segment, first)
+        return self._lines(segment, first)
+
+    def _pages(self, segment: Segment) -> Iterator[Document]:
+        for page in read_pages(segment, self._limit):
+            place = f"{segment.path}:{page.number} {page.url}"
+            if page.is_html and not self._extracts:
+                raise DataFormatError(
+                    f"{place} is HTML: put the step extract_text into data.curate, first or after "
+                    "the step url"
+                )
+            fields: dict[str, Any] = {} if page.is_html else {"plain": True}
+            if self._all_fields:
+                fields |= {"url": page.url, "date": page.date}
+            yield Document(text=page.text, id=place, metadata=fields)
+
+    def _lines(self, segment: Segment, number: int) -> Iterator[Document | BadLine]:
+        key = segment.key
+        for block in read_blocks([segment], _BLOCK_BYTES, self._limit):
+            assert isinstance(block, LineBlock)
+            for number, line in enumerate(block.lines(), number):  # noqa: B020
+                place = f"{segment.path}:{number}"
+                try:
+                    fields = parse_fields(line, key, place)
+                except DataFormatError as error:
+                    yield BadLine(segment.path, number, str(error), 0)
+                    continue
+                yield self._document(fields.pop(key), fields, place)
+            number += 1
+
+    def _rows(self, segment: Segment, number: int) -> Iterator[Document | BadLine]:
+        path, key = segment.path, segment.key
+        if self._all_fields:
+            rows = local_files.read_rows(path, None, segment.start, segment.stop)
+        else:
+            columns = local_files.read_column(
+                path, key, segment.start, segment.stop, _BLOCK_BYTES, self._limit
+            )
+            rows = ({key: text} for column in columns for text in column.to_pylist())
+        for number, fields in enumerate(rows, number):  # noqa: B020
+            text = fields.pop(key)
+            if text is None:
+                reason = f"{path} row {number} is null under {key!r}: repair or remove the row"
+                yield BadLine(path, number, reason, 0)
+            elif len(text.encode()) > self._limit:
+                raise too_large(f"{path} row {number}", f"{len(text):,} characters", self._limit)
+            else:
+                yield self._document(text, fields, f"{path}:{number}")
+
+    def _document(self, text: str, fields: dict[str, Any], place: str) -> Document:
+        source = fields.pop("source", None) if self._named else None
+        return Document(
+            text=text,
+            id=source if isinstance(source, str) else place,
+            metadata=fields if self._all_fields else {},
+        )
+
+
+class ReadDocuments(PipelineStep):  # type: ignore[misc]
+    """Documents that an earlier phase wrote."""
+
+    type, name = "read", "documents"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents."""
+        with open(self._path, "rb", buffering=1 << 20) as file:
+            for line in file:
+                values = orjson.loads(line)
+                yield Document(
+                    text=values["text"], id=values["source"], metadata=values.get("fields", {})
+                )
+
+
+class WriteDocuments(PipelineStep):  # type: ignore[misc]
+    """A JSON Lines file with the documents that pass: for a later phase, or those kept."""
+
+    type, name = "write", "documents"
+
+    def __init__(self, path: Path, tally: Tally | None, limit: int) -> None:
+        """Write `path`. With `tally` these are the documents kept, without their fields."""
+        super().__init__()
+        self._path, self._tally, self._limit = path, tally, limit
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Write and yield the documents."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "wb", buffering=1 << 20) as file:
+            for document in data:
+                values = {"text": document.text, "source": document.id}
+                if self._tally is None and document.metadata:
+                    values["fields"] = document.metadata
+                file.write(self._line(document, values))
+                if self._tally is not None:
+                    self._tally.note_kept(document)
+                yield document
+
+    def _line(self, document: Document, values: dict[str, Any]) -> bytes:
+        try:
+            line = orjson.dumps(values, default=str, option=orjson.OPT_APPEND_NEWLINE)
+        except TypeError as error:  # JSONEncodeError is one
+            reason = " ".join(str(error).split())
+            raise DataFormatError(
+                f"{document.id} cannot be written as JSON ({reason}): repair or remove it, "
+                "or correct the step that changes it"
+            ) from error
+        if self._tally is not None and len(line) > self._limit + 1:
+            raise too_large(document.id, f"{len(line) - 1:,} bytes as JSON", self._limit)
+        return line

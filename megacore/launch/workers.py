@@ -1,0 +1,77 @@
+"""Pool of worker processes that end when their parent ends, and at once when it gives up."""
+
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+
+class WorkerPool(ProcessPoolExecutor):
+    """A pool of spawned processes; an error in its `with` block kills them."""
+
+    def __init__(self, processes: int) -> None:
+        """Create the pool; its processes start with the first tasks."""
+        self._recorder = _RecordingContext()
+        super().__init__(processes, mp_context=self._recorder, initializer=_end_with_parent)
+
+    def kill(self) -> None:
+        """Kill the processes and wait for the end of the pool.
+
+        A broken pool terminates its processes, but not one that was just started for another
+        thread. That process waits for tasks on the open pipe, and the pool waits for it forever.
+        """
+        ending = Thread(
+            target=self.shutdown, kwargs={"cancel_futures": True}, name="end-of-pool", daemon=True
+        )
+        ending.start()
+        while ending.is_alive():
+            for process in self._recorder.started:
+                if process.is_alive():
+                    process.kill()
+            ending.join(0.05)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.kill()
+
+
+class _RecordingContext(SpawnContext):
+    """A spawn context that records the processes it starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *values: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        """Return a new process for the pool and record it."""
+        process = SpawnProcess(*values, **named)
+        self.started.append(process)
+        return process
+
+
+def _end_with_parent() -> None:
+    """Ignore interrupts, which the parent handles, and exit when the parent ends.
+
+    The kernel's PR_SET_PDEATHSIG would watch the thread that started this process, which may end
+    before the pool does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()

@@ -1,0 +1,54 @@
+"""Entry point of the process that scores an exported model with lm-evaluation-harness.
+
+python -m megacore.ranks.lm_eval --config job.json
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.artifact.files import write_json
+from megacore.errors import ConfigError
+from megacore.jobs.model import LmEvalJob
+from megacore.ranks.rank import run_rank
+
+MODULE = "megacore.ranks.lm_eval"
+
+
+def score_export(job: LmEvalJob) -> None:
+    """Write the scores of the job's model to `job.output`, atomically.
+
+    Raises:
+        ConfigError: the job asks for more than one rank, or lm_eval is not installed.
+        DownloadError: the data of a task were not found.
+        DataFormatError: lm_eval refused a task or its data.
+        WorkspaceError: the output cannot be written.
+    """
+    if job.ranks != 1:
+        raise ConfigError(f"lm_eval was asked to run on {job.ranks} ranks: it takes 1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+
+    from megacore.ranks.process import choose_device
+    from megacore.zeroshot.harness import score_model
+
+    torch.set_num_threads(job.threads_per_rank)
+    scores = score_model(
+        Path(job.model_directory),
+        job.tasks,
+        include_path=job.include_path,
+        num_fewshot=job.num_fewshot,
+        limit=job.limit,
+        batch_size=job.batch_size,
+        device=str(choose_device()),
+    )
+    write_json(Path(job.output), scores)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Score the model, and write an exit reason if that fails."""
+    run_rank(LmEvalJob, score_export, arguments)
+
+
+if __name__ == "__main__":
+    main()

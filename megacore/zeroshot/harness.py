@@ -1,0 +1,285 @@
+"""Scores of an exported model by lm-evaluation-harness (Gao et al., EleutherAI).
+
+The package `lm_eval` computes them; the values are those of its own command line.
+"""
+
+import contextlib
+import difflib
+import glob
+import importlib.util
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megacore.artifact.manifest import file_digest
+from megacore.config.train import LmEvalConfig
+from megacore.errors import ConfigError, DataFormatError, DownloadError, MegacoreError
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+PACKAGE = "lm_eval"
+_INSTALL = "pip install megacore[lm-eval]"
+
+
+def check_tasks(config: LmEvalConfig) -> None:
+    """Raise ConfigError if lm_eval is not installed, or lacks a task of `evaluate.lm_eval`.
+
+    The data of the tasks are not looked for.
+    """
+    if not config.tasks:
+        return
+    _check_installed()
+    directory = config.include_path
+    if directory is not None and not Path(directory).is_dir():
+        raise ConfigError(
+            f"evaluate.lm_eval.include_path is {directory}, which is not a directory: give the "
+            "directory with the tasks' YAML files, or remove it"
+        )
+    task_files(directory)
+    known = _manager(config.tasks, directory).all_tasks
+    for name in config.tasks:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise ConfigError(
+                f"evaluate.lm_eval.tasks names {name}, which lm_eval {harness_version()} and "
+                f"evaluate.lm_eval.include_path do not have{hint}: `lm_eval ls tasks` lists them"
+            )
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            f"evaluate.lm_eval.tasks needs lm_eval, which is not installed: {_INSTALL}, or remove "
+            "the tasks"
+        )
+
+
+def _manager(
+    tasks: Sequence[str], directory: str | None, arguments: dict[str, Any] | None = None
+) -> "TaskManager":
+    """Return lm_eval's index of tasks, without its own ones if those of a directory suffice.
+
+    To read its own takes some seconds. They are needed for a group, which may contain them.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if directory is not None:
+        local = TaskManager(include_path=directory, include_defaults=False, metadata=arguments)
+        if all(name in local.all_subtasks for name in tasks):
+            return local
+    return TaskManager(include_path=directory, metadata=arguments)
+
+
+def harness_version() -> str:
+    """Return the version of lm_eval, which determines its tasks. Raises ConfigError without it."""
+    _check_installed()
+    return version(PACKAGE)
+
+
+def task_files(directory: str | None) -> dict[str, str] | None:
+    """Return the digests of additional tasks by path: their files, and the data that they name.
+
+    Paths of the tasks' files are relative to `directory`; None stands for no directory.
+
+    Raises:
+        ConfigError: a file cannot be read, or a task is not YAML.
+    """
+    if directory is None:
+        return None
+    files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+    files = [path for path in files if "__pycache__" not in path.parts]
+    try:
+        digests = {str(path.relative_to(directory)): file_digest(path) for path in files}
+        for path in files:
+            if path.suffix in (".yaml", ".yml"):
+                named = sorted({name for name in _data_files(path) for name in glob.glob(name)})
+                digests |= {name: file_digest(Path(name)) for name in named}
+    except OSError as error:
+        raise ConfigError(
+            f"evaluate.lm_eval.include_path is {directory}, and {error.filename} cannot be read: "
+            f"{error.strerror}: correct the path, or remove it"
+        ) from error
+    return digests
+
+
+class _TaskLoader(yaml.SafeLoader):
+    """Loader of YAML that ignores the tags of lm_eval, such as !function."""
+
+
+_TaskLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def _data_files(path: Path) -> Iterator[str]:
+    """Yield the local files and patterns that a task's `dataset_kwargs.data_files` names.
+
+    Raises ConfigError if it is not YAML, since lm_eval would leave the task out without a word.
+    """
+    try:
+        task = yaml.load(path.read_bytes(), _TaskLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"evaluate.lm_eval.include_path has {path}, which is not YAML "
+            f"({' '.join(str(error).split())}): correct or remove it"
+        ) from error
+    arguments = task.get("dataset_kwargs") if isinstance(task, dict) else None
+    values = [arguments.get("data_files")] if isinstance(arguments, dict) else []
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and "://" not in value:
+            yield value
+
+
+def score_model(
+    model: Path,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    batch_size: int,
+    device: str,
+) -> dict[str, Any]:
+    """Score a transformers directory, and return lm_eval's results as JSON.
+
+    Args:
+        model: directory of the model and its tokenizer, read in the type of its weights.
+        tasks: names of tasks, groups or tags.
+        include_path: directory of additional tasks.
+        num_fewshot: examples before each question; None means the number of each task.
+        limit: largest number of questions of each task; None means all.
+        batch_size: sequences of one forward pass.
+        device: torch's name of the device.
+
+    Returns:
+        `results`, `versions`, `n-shot` and `n-samples` by task, as lm_eval returns them,
+        `lm_eval`, its version, and `command`, which computes the same values.
+
+    Raises:
+        DownloadError: the data of a task were not found on this host nor on the hub.
+        DataFormatError: lm_eval refused a task or its data.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.utils import handle_non_serializable
+
+    arguments = {"pretrained": str(model)}
+    with _typed_errors(tasks):
+        results = simple_evaluate(
+            model="hf",
+            model_args=arguments,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=batch_size,
+            device=device,
+            task_manager=_manager(tasks, include_path, arguments),
+            log_samples=False,
+        )
+    assert results is not None, "a single process has the results"
+    kept = {name: results.get(name) for name in ("results", "versions", "n-shot", "n-samples")}
+    words = ["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model}"]
+    words += ["--tasks", ",".join(tasks), "--batch_size", str(batch_size), "--device", device]
+    options = {"include_path": include_path, "num_fewshot": num_fewshot, "limit": limit}
+    for name, value in options.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    kept |= {"lm_eval": harness_version(), "command": shlex.join(words)}
+    cleaned: dict[str, Any] = json.loads(
+        json.dumps(kept, default=handle_non_serializable), parse_constant=lambda name: None
+    )
+    return cleaned
+
+
+def task_items(
+    tasks: Sequence[str], include_path: str | None, limit: int | None
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """Return the texts of the scored questions by task, and the tasks of each group.
+
+    A text is the question with its right answer, without examples. Raises ConfigError,
+    DataFormatError, DownloadError.
+    """
+    _check_installed()
+    with _typed_errors(tasks):
+        loaded = _manager(tasks, include_path).load(list(tasks))
+        items = {
+            name: tuple(
+                _item_text(task, row)
+                for _, row in task.doc_iterator(rank=0, limit=limit, world_size=1)
+            )
+            for name, task in loaded["tasks"].items()
+        }
+    children = {name: tuple(members) for name, members in loaded["group_map"].items()}
+
+    def leaves(name: str) -> tuple[str, ...]:
+        if name not in children:
+            return (name,)
+        return tuple(leaf for child in children[name] for leaf in leaves(child))
+
+    return items, {name: leaves(name) for name in children}
+
+
+def _item_text(task: Any, row: Any) -> str:
+    """Return a question and its right answer; either may be the number of a choice."""
+    choices = task.doc_to_choice(row) if task.config.doc_to_choice is not None else ()
+
+    def text_of(value: Any) -> str:
+        if isinstance(value, int):
+            return str(choices[value]) if 0 <= value < len(choices) else ""
+        if isinstance(value, str):
+            return value
+        return " ".join(map(text_of, value))
+
+    return f"{text_of(task.doc_to_text(row))} {text_of(task.doc_to_target(row))}".strip()
+
+
+@contextlib.contextmanager
+def _typed_errors(tasks: Sequence[str]) -> Iterator[None]:
+    """Raise what lm_eval and datasets raise in the body as one sentence."""
+    try:
+        yield
+    except (MegacoreError, MemoryError):
+        raise
+    except Exception as error:
+        if _out_of_memory(error):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        sentence = f"lm_eval could not score {', '.join(tasks)}: {type(error).__name__}: {reason}"
+        if isinstance(error, ConnectionError | TimeoutError):
+            raise DownloadError(
+                f"{sentence}: connect this host, or give local data in a task of "
+                "evaluate.lm_eval.include_path"
+            ) from error
+        raise DataFormatError(
+            f"{sentence}: correct the task or its data, or remove it from evaluate.lm_eval.tasks"
+        ) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return type(error).__name__ == "OutOfMemoryError"
+
+
+def metrics_of(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores by their names in MLflow: `lm_eval/TASK/METRIC`, or also with `/FILTER`.
+
+    Standard errors, and values that are not finite, are left out.
+    """
+    metrics = {}
+    for task, values in scores["results"].items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            if math.isfinite(value):
+                suffix = "" if kind == "none" else f"/{kind}"
+                metrics[f"lm_eval/{task}/{metric}{suffix}"] = float(value)
+    return metrics

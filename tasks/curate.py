@@ -1,0 +1,125 @@
+"""Stage `curate`: documents of a corpus that the steps of `data.curate` keep."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from megacore.artifact import Artifact, Manifest, StageKey, Workspace, lock
+from megacore.artifact.files import read_json
+from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.config import RunConfig
+from megacore.token_files.indexed_dataset import token_prefixes
+from tasks._cache import StageResult, build, stage_task
+
+
+def curate_key(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = ()) -> StageKey:
+    """Return the key of a curated corpus: the steps with the content of the files they name.
+
+    `earlier` holds the curated corpora of the sources whose duplicates are removed. Raises
+    ConfigError.
+    """
+    from megacore.corpus.curate_job import VERSION, fingerprint
+
+    data = config.data
+    parameters = {
+        "steps": fingerprint(data.curate),
+        "shard_mb": data.curate_shard_mb,
+        "on_bad_line": data.on_bad_line,
+    }
+    inputs = {f"earlier_{number}": each for number, each in enumerate(earlier, 1)}
+    return StageKey.of("curate", VERSION, parameters, corpus=corpus, **inputs)
+
+
+@stage_task("curate", curate_key)
+def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = ()) -> StageResult:
+    """Curate the documents of a corpus in shards."""
+    from megacore.cluster.executors import executor_of
+    from megacore.corpus.curate import curate_corpus, needed_bytes
+    from megacore.corpus.curate_job import CurateOptions
+
+    data, key, say = config.data, curate_key(config, corpus, earlier), get_run_logger().info
+    executor = executor_of(data.curate_executor, data.curate_workers, say)
+    options = CurateOptions(
+        shard_bytes=data.curate_shard_mb * 10**6,
+        skip_bad_lines=data.on_bad_line == "skip",
+        document_bytes=data.max_document_bytes,
+        workers=data.curate_workers,
+    )
+    # The name is that of a temporary, which `megacore clean` removes while nobody holds the lock.
+    owner = Workspace.of().folder("curate") / f"{key.key}.work"
+    work = owner.with_name(f"{owner.name}.tmp-shards")
+
+    def fill(directory: Path) -> dict[str, Any]:
+        return curate_corpus(
+            corpus.directory,
+            directory,
+            work,
+            data.curate,
+            options,
+            earlier=[each.directory for each in earlier],
+            executor=executor,
+        )
+
+    def needed() -> int:
+        compared = sum(each.counts["bytes"] for each in earlier)
+        return needed_bytes(corpus.counts["bytes"], data.curate, compared)
+
+    owner.parent.mkdir(parents=True, exist_ok=True)
+    with lock(owner, on_wait=say):
+        result = build(config, key, fill, writes=needed)
+        if work.exists():
+            shutil.rmtree(work)
+    _show_report(result.artifact)
+    return result
+
+
+def _show_report(curated: Artifact) -> None:
+    """Show the report with the task run: a table of the steps, and all of it as markdown."""
+    from megacore.corpus.curate import REPORT_NAME
+    from megacore.corpus.curate_report import report_text
+
+    report = read_json(curated.directory / REPORT_NAME)
+    rows = [
+        {
+            "step": row["step"],
+            "removed": f"{row['removed']:,}",
+            "changed": f"{row['changed']:,}",
+            "reasons": ", ".join(f"{name} {count:,}" for name, count in row["reasons"].items()),
+        }
+        for row in report["steps"]
+    ]
+    create_table_artifact(rows, key="curate-steps", description=f"steps of {curated.key}")
+    create_markdown_artifact(
+        report_text(report), key="curate-report", description=f"curation {curated.key}"
+    )
+
+
+def curation_metrics(tokens: Artifact) -> dict[str, float]:
+    """Return what the curation of the tokens' sources kept and removed, for MLflow.
+
+    Sources are summed. A curated corpus that was deleted meanwhile does not count.
+    """
+    from megacore.corpus.curate import REPORT_NAME
+
+    digests = {
+        Manifest.read(Path(prefix).parent).inputs.get("corpus")
+        for prefix in token_prefixes(tokens.directory)
+    }
+    for path in sorted(Workspace.of().folder("decontaminate").glob(f"*/{MANIFEST_NAME}")):
+        manifest = Manifest.read(path.parent)
+        if manifest.digest in digests:
+            digests.add(manifest.inputs["corpus"])
+    metrics: Counter[str] = Counter()
+    for path in sorted(Workspace.of().folder("curate").glob(f"*/{MANIFEST_NAME}")):
+        if Manifest.read(path.parent).digest in digests:
+            report = read_json(path.parent / REPORT_NAME)
+            for name in ("documents", "words", "bytes"):
+                for state in ("read", "kept"):
+                    metrics[f"curate/{name}_{state}"] += report[name][state]
+            for row in report["steps"]:
+                metrics[f"curate/removed_{row['step'].replace(' ', '_')}"] += row["removed"]
+    return dict(metrics)

@@ -1,0 +1,136 @@
+"""Stage `lm-eval`: scores of exported checkpoints by lm-evaluation-harness."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey
+from megacore.artifact.files import read_object, write_json
+from megacore.checkpoint.format import MARKER_NAME
+from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
+from megacore.hardware import Hardware
+from megacore.jobs.model import LmEvalJob, places
+from megacore.ranks import lm_eval as entry
+from megacore.ranks.stages import log_name, run_job
+from megacore.zeroshot.harness import harness_version, metrics_of, task_files
+from tasks._cache import StageResult, build, stage_task
+from tasks._devices import devices
+from tasks._pipeline import StageRunner
+from tasks.convert import convert
+from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
+from tasks.zeroshot import ScoredRun, log_to_run, published
+
+VERSION = 1
+REPORT = "lm-eval.json"
+
+
+def lm_eval_key(config: RunConfig, export: Artifact, run: ScoredRun | None = None) -> StageKey:
+    """Return the key of one export's scores. Raises ConfigError, such as without lm_eval."""
+    parameters = key_parameters(config, "lm-eval", task_digests(config))
+    return StageKey.of("lm-eval", VERSION, parameters, export=export)
+
+
+def task_digests(config: RunConfig) -> dict[str, Any]:
+    """Return the content of the tasks: their additional files, and the version of lm_eval.
+
+    Raises ConfigError, such as without lm_eval.
+    """
+    return {
+        "task_files": task_files(config.evaluate.lm_eval.include_path),
+        "lm_eval": harness_version(),
+    }
+
+
+@stage_task("lm-eval", lm_eval_key)
+def lm_eval(config: RunConfig, export: Artifact, run: ScoredRun) -> StageResult:
+    """Score one export, and log the scores to MLflow; a retry logs what MLflow lacks."""
+    key = lm_eval_key(config, export)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scratch = fresh_scratch(run.directory, f"lm-eval-{key.key}")
+        job = _job(config, export.directory / "model", scratch)
+        poll = log_tail(scratch / log_name(entry.MODULE)).poll
+        with devices(config.launch, trains=False):
+            scores = run_job(entry.MODULE, job, scratch, on_poll=poll)
+        write_json(directory / REPORT, scores)
+        checkpoint = {name: export.counts[name] for name in ("checkpoint", "iteration")}
+        return checkpoint | metrics_of(scores)
+
+    result = build(config, key, fill)
+    log_to_run(config, run, result.artifact.counts["iteration"], scores_of(result.artifact))
+    return result
+
+
+def _job(config: RunConfig, model: Path, scratch: Path) -> LmEvalJob:
+    values = config.evaluate.lm_eval
+    directory = values.include_path
+    return LmEvalJob(
+        model_directory=str(model),
+        tasks=values.tasks,
+        include_path=None if directory is None else str(Path(directory).absolute()),
+        num_fewshot=values.num_fewshot,
+        limit=values.limit,
+        batch_size=config.evaluate.micro_batch_size,
+        ranks=1,
+        threads_per_rank=config.launch.threads_per_rank or Hardware.detect().cores,
+        **places(scratch),
+    )
+
+
+def scores_of(artifact: Artifact, hidden: Iterable[str] = ()) -> dict[str, float]:
+    """Return the scores of one export, without hidden ones, by their names in MLflow."""
+    return published(metrics_of(read_object(artifact.directory / REPORT)), hidden)
+
+
+def lm_eval_stages(
+    pipeline: StageRunner[RunConfig],
+    trained: Artifact,
+    evaluation: Artifact,
+    exported: Artifact,
+    *data: Artifact,
+    hidden: frozenset[str] = frozenset(),
+) -> tuple[Artifact, ...]:
+    """Score the best checkpoint, or all that are kept, each exported and scored in its own task.
+
+    The scores of `hidden` tasks are not logged. Returns the scores by iteration, none without
+    tasks.
+    """
+    wanted = pipeline.config.evaluate.lm_eval
+    if not wanted.tasks:
+        return ()
+    tokens, _, index = data
+    run = ScoredRun(trained.directory, True, tokens, index, hidden)
+    exports = {exported.counts["checkpoint"]: exported}
+    if wanted.checkpoints == "all":
+        converted = {
+            name: pipeline.checkpoint_stage(convert, name, trained, evaluation, *data, name)
+            for name in checkpoints_to_score(trained, evaluation)
+        }
+        exports = {name: result.artifact for name, result in converted.items() if result}
+    results = [
+        pipeline.checkpoint_stage(lm_eval, name, export, run) for name, export in exports.items()
+    ]
+    return tuple(result.artifact for result in results if result is not None)
+
+
+def checkpoints_to_score(trained: Artifact, evaluation: Artifact) -> list[str]:
+    """Return the names of the evaluated checkpoints that still exist, by iteration."""
+    names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
+    return [
+        name for name in names if (trained.directory / "checkpoints" / name / MARKER_NAME).is_file()
+    ]
+
+
+def lm_eval_summary(scored: Sequence[Artifact], hidden: Iterable[str] = ()) -> str:
+    """Return the scores that are not hidden as a markdown table, or an empty string without."""
+    rows = {artifact.counts["checkpoint"]: scores_of(artifact, hidden) for artifact in scored}
+    if not any(rows.values()):
+        return ""
+    names = list(dict.fromkeys(name for scores in rows.values() for name in scores))
+    titles = (name.removeprefix("lm_eval/").replace("/", " ") for name in names)
+    lines = ["", f"| lm-eval | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(names)}"]
+    for checkpoint, scores in rows.items():
+        cells = (f"{scores[name]:.4g}" if name in scores else "–" for name in names)
+        lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

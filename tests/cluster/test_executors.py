@@ -1,0 +1,303 @@
+"""Slurm and Ray keep the documents that processes of this host keep, also after kills."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("datatrove", reason="the extra curate is not installed")
+
+from megacore.cluster.batch import array as arrays
+from megacore.cluster.executors import check_executor, executor_of
+from megacore.config.curate import ChosenExecutor, CurateSteps
+from megacore.config.load import validated
+from megacore.corpus import curate_task
+from megacore.corpus.curate import Executor, curate_segments
+from megacore.corpus.curate_job import CurateOptions, Job, Phase
+from megacore.corpus.segments import jsonl_segments
+from megacore.errors import ConfigError, DataFormatError, LaunchError, WorkerLostError
+from tests.cluster.batch._slurm import Slurm, running_slurm
+from tests.launch._processes import REPOSITORY, alive, wait_until
+
+DOCUMENTS = 300
+OPTIONS = CurateOptions(shard_bytes=12_000, workers=1)
+STEPS = """
+import os, signal, time
+from pathlib import Path
+HERE = Path(__file__).parent
+
+def step(document):
+    if document["n"] == 250 and (HERE / "die").exists():
+        (HERE / "die").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if document["n"] == 250 and (HERE / "wait").exists():
+        (HERE / "waits").write_text(str(os.getpid()))
+        while (HERE / "wait").exists():
+            time.sleep(0.05)
+    if document["n"] == 299 and (HERE / "fail").exists():
+        return "nonsense"
+    return document["n"] % 3 != 0
+"""
+
+
+def executor(**values: Any) -> Any:
+    return validated(ChosenExecutor, {"executor": values}, "test").executor
+
+
+def run(place: Path, name: str, execute: Executor | None = None) -> dict[str, bytes]:
+    """Return the files of a curation in `place` by their names."""
+    output = place / name
+    output.mkdir(exist_ok=True)
+    steps = [{"step": "python", "function": f"{place}/steps.py:step"}, {"step": "exact_dedup"}]
+    curate_segments(
+        jsonl_segments([place / "in.jsonl"], "text"),
+        output,
+        place / f"{name}.work",
+        validated(CurateSteps, {"curate": steps}, "steps").curate,
+        OPTIONS,
+        executor=execute,
+    )
+    return {path.name: path.read_bytes() for path in sorted(output.iterdir())}
+
+
+def run_from_a_shell(place: str, options: str) -> None:
+    """Run a curation in the process of a test, which kills it."""
+    run(Path(place), "killed", executor_of(executor(**json.loads(options)), 2, print))
+
+
+def kill_submitter(place: Path, **options: Any) -> dict[Path, int]:
+    """Run a curation in another process, and kill that process while a task waits.
+
+    Returns the receipts of the tasks that are done with their times.
+    """
+    (place / "wait").touch()
+    program = (
+        "import sys; from tests.cluster.test_executors import run_from_a_shell as run; "
+        "run(*sys.argv[1:])"
+    )
+    with open(place / "program.log", "wb") as log:
+        submitter = subprocess.Popen(
+            [sys.executable, "-c", program, str(place), json.dumps(options)],
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_until((place / "waits").exists, 60, "a task that waits")
+    finally:
+        submitter.kill()
+        submitter.wait()
+    receipts = (place / "killed.work/phases/pass-0").glob("0*.json")
+    done = {path: path.stat().st_mtime_ns for path in receipts}
+    assert done
+    return done
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    rows = [{"text": f"text {n % 100} " + "word " * 40, "n": n} for n in range(DOCUMENTS)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "steps.py").write_text(STEPS, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    monkeypatch.setenv("SLURM_CONF", cluster.conf)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    yield cluster
+    cluster.cancel_all()
+
+
+@pytest.mark.slow
+def test_slurm_keeps_the_same_documents_after_kills(place: Path, slurm: Slurm) -> None:
+    expected = run(place, "local")
+    assert len(expected) > 5
+    done = kill_submitter(place, kind="slurm")
+    assert slurm.jobs()
+
+    lines: list[str] = []
+    (place / "die").touch()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "are submitted as" in line:  # the earlier array has ended
+            (place / "wait").unlink(missing_ok=True)
+
+    choice = executor(kind="slurm", partition="normal", arguments=["--comment=curation"])
+    execute = executor_of(choice, 2, say)
+    assert run(place, "killed", execute) == expected
+    assert "of an earlier attempt" in lines[0]
+    assert not (place / "die").exists()
+    (again,) = [line for line in lines if "are submitted again" in line]
+    assert "ended without its tasks (FAILED" in again
+    assert all(path.stat().st_mtime_ns == when for path, when in done.items())
+    assert not slurm.jobs()
+
+    (place / "fail").touch()
+    with pytest.raises(DataFormatError, match=r"step returned 'nonsense' for .*in\.jsonl:300"):
+        run(place, "failed", execute)
+    assert not slurm.jobs()
+
+
+@pytest.mark.slow
+def test_ray_keeps_the_same_documents_after_kills(place: Path) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    expected = run(place, "local")
+    execute = executor_of(executor(kind="ray"), 2, print)
+    assert execute is not None
+    with execute(place) as tasks:
+        # The submitter uses the same cluster, which outlives it.
+        done = kill_submitter(place, kind="ray", address=ray.get_runtime_context().gcs_address)
+        waiting = int((place / "waits").read_text())
+        wait_until(lambda: not alive(waiting), 30, "the end of the killed submitter's tasks")
+
+        (place / "wait").unlink()
+        (place / "die").touch()
+        assert run(place, "killed", lambda work: nullcontext(tasks)) == expected
+        assert not (place / "die").exists()
+        assert all(path.stat().st_mtime_ns == when for path, when in done.items())
+
+        (place / "fail").touch()
+        with pytest.raises(DataFormatError, match=r"returned 'nonsense' for .*in\.jsonl:300"):
+            run(place, "failed", lambda work: nullcontext(tasks))
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kind": "slurm"}, LaunchError, "is slurm and sbatch is not installed here"),
+        (
+            {"kind": "slurm", "arguments": ["--array=1"]},
+            ConfigError,
+            "data.curate_executor.arguments has --array=1",
+        ),
+        ({"kind": "ray"}, ConfigError, r"which is not installed: install megacore\[ray\]"),
+        ({"kind": "ray", "address": "ray://a:1"}, ConfigError, "address is ray://a:1, of Ray's"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    installed = object() if "address" in options else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed)
+    with pytest.raises(error, match=message):
+        check_executor(executor(**options))
+
+
+def test_a_task_waits_for_receipts_and_files_that_a_share_shows_late(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: dict[Path, bytes] = {}
+
+    @contextmanager
+    def execute(work: Path) -> Iterator[Any]:
+        def tasks(job: Job, phase: Phase, ranks: Sequence[int]) -> None:
+            if phase.kind == "find":
+                first = job.phases[0]
+                name = next(name for name in job.files(first, 1) if name.startswith("dedup-"))
+                for path in (work / name, job.folder(first) / "00001.json"):
+                    late[path] = path.read_bytes()
+                    path.unlink()
+            for rank in ranks:
+                curate_task.run_task(work, phase.name, rank)
+
+        yield tasks
+
+    def show(seconds: float) -> None:
+        path, content = late.popitem()
+        path.write_bytes(content)
+
+    expected = run(place, "local")
+    monkeypatch.setattr(curate_task, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=show))
+    assert run(place, "late", execute) == expected
+    assert not late
+
+
+PROGRAM = """#!/bin/sh
+case "$0" in
+*sbatch) echo x >>submitted; echo 7 ;;
+*scancel) touch cancelled ;;
+*scontrol) if [ -e cancelled ]; then echo 'JobId=7 AFTER'; else echo 'JobId=7 RECORD'; fi ;;
+esac
+"""
+
+
+def answer_for_slurm(
+    place: Path, monkeypatch: pytest.MonkeyPatch, record: str, cancelled: str = ""
+) -> None:
+    """Put programs in place of Slurm's: each array has `record`, and another once cancelled."""
+    program = PROGRAM.replace("RECORD", record).replace("AFTER", cancelled or record)
+    programs = place / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "scontrol", "squeue", "scancel"):
+        (programs / name).write_text(program, encoding="utf-8")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(arrays, "_SETTLE", 0.0)
+    monkeypatch.chdir(place)
+
+
+def test_tasks_that_are_lost_again_and_again_are_an_error_with_the_log(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in place of sbatch accepts each array, which ends at once without its tasks."""
+    answer_for_slurm(place, monkeypatch, "ArrayTaskId=0 JobState=FAILED ExitCode=0:9 NodeList=n1")
+
+    def say(line: str) -> None:
+        (place / "out.work/slurm/7_0.out").write_text("one\n\ntwo\nkilled\n", encoding="utf-8")
+
+    execute = executor_of(executor(kind="slurm", retries=1), 1, say)
+    message = r"\(FAILED, exit code 0:9 on n1\); the end of .*7_0.out is: one \| two \| killed; the"
+    with pytest.raises(WorkerLostError, match=message):
+        run(place, "out", execute)
+    assert (place / "submitted").read_text() == "x\nx\n"
+    assert not (place / "out.work/slurm/submission.json").exists()
+
+
+@pytest.mark.parametrize("listed", ["0-1", "0,1", "0-4:2%1"])
+def test_an_array_that_was_cancelled_while_it_waited_is_not_submitted_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    answer_for_slurm(place, monkeypatch, f"ArrayTaskId={listed} JobState=CANCELLED")
+    execute = executor_of(executor(kind="slurm", retries=1), 2, print)
+    with pytest.raises(
+        LaunchError, match=r"element 0 of array 7 .* was cancelled, not by this run"
+    ):
+        run(place, "out", execute)
+    assert (place / "submitted").read_text() == "x\n"
+
+
+def test_an_element_that_slurm_could_not_start_is_submitted_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = "ArrayTaskId=0 JobState=PENDING Reason=launch_failed_requeued_held"
+    answer_for_slurm(place, monkeypatch, held, "ArrayTaskId=0 JobState=CANCELLED")
+
+    def say(line: str) -> None:
+        if "are submitted as" in line:
+            (place / "cancelled").unlink(missing_ok=True)
+
+    execute = executor_of(executor(kind="slurm", retries=1), 1, say)
+    with pytest.raises(WorkerLostError, match="BOOT_FAIL"):
+        run(place, "out", execute)
+    assert (place / "submitted").read_text() == "x\nx\n"

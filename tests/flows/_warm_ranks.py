@@ -1,0 +1,75 @@
+"""Single ranks forked from a server that has imported torch and transformers already.
+
+`python -m` would import them again for each rank, which takes longer than the work of a tiny model.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacore.launch import supervise as real
+from megacore.launch.failure import Attempt
+from megacore.launch.watch import KillCounter
+
+LIMIT = 120.0
+"""Seconds that a rank may take."""
+_POLL = 0.05
+
+
+def supervise(
+    command: list[str],
+    *,
+    log: Path,
+    exit_directory: Path,
+    env: dict[str, str],
+    on_poll: Callable[[], None],
+    **values: Any,
+) -> None:
+    """Run the rank of `python -m MODULE ARGUMENTS` to its end, without a guard.
+
+    Errors are those of `megacore.launch.supervise`, which also runs commands with several ranks.
+    """
+    interpreter, option, module, *arguments = command
+    if (interpreter, option) != (sys.executable, "-m") or not module.startswith("megacore.ranks."):
+        real.supervise(
+            command, log=log, exit_directory=exit_directory, env=env, on_poll=on_poll, **values
+        )
+        return
+    real._prepare(log, exit_directory)
+    written = log.stat().st_size if log.exists() else 0
+    attempt = Attempt(module, log, written, exit_directory, 1, KillCounter())
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests._warm"])
+    rank = context.Process(
+        target=_run, args=(module, arguments, os.environ | env, os.getcwd(), log), daemon=True
+    )
+    deadline = time.monotonic() + LIMIT
+    rank.start()
+    try:
+        while rank.is_alive():
+            on_poll()
+            assert time.monotonic() < deadline, f"{module} did not end within {LIMIT:.0f} s"
+            rank.join(_POLL)
+    finally:
+        rank.kill()
+        rank.join()
+    on_poll()
+    if error := real._verdict(attempt, rank.exitcode, None):
+        raise error
+
+
+def _run(
+    module: str, arguments: list[str], environment: dict[str, str], directory: str, log: Path
+) -> None:
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    importlib.import_module(module).main(arguments)

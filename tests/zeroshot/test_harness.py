@@ -1,0 +1,181 @@
+"""Scores of an export by lm-evaluation-harness: values, names, refusals and keys."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacore.config.train import LmEvalConfig
+from megacore.errors import ConfigError, DataFormatError, DownloadError
+from megacore.zeroshot import harness
+from megacore.zeroshot.harness import check_tasks, metrics_of, score_model, task_files
+
+pytest.importorskip("lm_eval")
+
+
+def write_task(directory: Path, name: str = "colours", **changes: Any) -> Path:
+    """Write a multiple-choice task of three questions with its data, and return its YAML file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = directory / f"{name}.jsonl"
+    rows = [
+        {"question": f"number {number} has the colour", "choices": ["red", "blue"], "answer": 1}
+        for number in range(3)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        **changes,
+    }
+    path = directory / f"{name}.yaml"
+    path.write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def write_model(directory: Path) -> Path:
+    """Write a GPT-2 of random weights with a byte-level tokenizer, and return its directory."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0} | {letter: number for number, letter in enumerate(alphabet, 1)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(
+        directory
+    )
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=len(vocab), n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_lm_evals_own_command(tmp_path: Path) -> None:
+    model, tasks = write_model(tmp_path / "model"), tmp_path / "tasks"
+    write_task(tasks)
+    scores = score_model(
+        model,
+        ["colours"],
+        include_path=str(tasks),
+        num_fewshot=None,
+        limit=2,
+        batch_size=2,
+        device="cpu",
+    )
+    words = scores["command"].split()
+    assert words[:2] == ["lm_eval", "run"]
+    command = [sys.executable, "-m", *words, "--output_path", str(tmp_path / "own")]
+    subprocess.run(command, check=True, capture_output=True)
+    (own,) = (tmp_path / "own").rglob("results_*.json")
+    theirs = json.loads(own.read_text(encoding="utf-8"))
+    assert scores["results"] == theirs["results"]
+    assert scores["n-samples"]["colours"] == {"original": 3, "effective": 2}
+    assert set(metrics_of(scores)) == {"lm_eval/colours/acc", "lm_eval/colours/acc_norm"}
+
+
+def test_metrics_leave_out_errors_and_values_that_are_not_numbers() -> None:
+    values = {
+        "alias": "a",
+        "acc,none": 0.25,
+        "acc_stderr,none": 0.1,
+        "exact_match,strict": 1,
+        "exact_match_stderr,strict": "N/A",
+        "word_perplexity,none": float("inf"),
+        "sample_len": 3,
+    }
+    assert metrics_of({"results": {"a": values}}) == {
+        "lm_eval/a/acc": 0.25,
+        "lm_eval/a/exact_match/strict": 1.0,
+    }
+
+
+def test_key_has_the_content_of_tasks_and_of_their_data(tmp_path: Path) -> None:
+    write_task(tmp_path / "one" / "below")
+    first = task_files(str(tmp_path / "one"))
+    assert first is not None
+    data = str(tmp_path / "one" / "below" / "colours.jsonl")
+    assert list(first) == ["below/colours.jsonl", "below/colours.yaml", data]
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text("{}\n", encoding="utf-8")
+    path = write_task(tmp_path / "two", dataset_kwargs={"data_files": [str(outside)]})
+    path.write_text(f"{path.read_text()[:-1]}, doc_to_text: !function utils.text}}")
+    before = task_files(str(tmp_path / "two"))
+    outside.write_text("{ }\n", encoding="utf-8")
+    after = task_files(str(tmp_path / "two"))
+    assert before is not None
+    assert after is not None
+    assert {name for name in before if before[name] != after[name]} == {str(outside)}
+    assert task_files(None) is None
+
+
+def test_unknown_task_is_refused_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SimpleNamespace(all_tasks=["arc_easy", "hellaswag"])  # to read lm_eval's takes seconds
+    write_task(tmp_path)
+    check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)))
+    monkeypatch.setattr(harness, "_manager", lambda tasks, directory: own)
+    check_tasks(LmEvalConfig(tasks=("arc_easy",)))
+    check_tasks(LmEvalConfig())
+    with pytest.raises(ConfigError, match=r"names hellaswg, .* do not have; near are hellaswag"):
+        check_tasks(LmEvalConfig(tasks=("hellaswg",)))
+    with pytest.raises(ConfigError, match=r"nowhere, which is not a directory"):
+        check_tasks(LmEvalConfig(tasks=("a",), include_path=str(tmp_path / "nowhere")))
+
+
+def test_a_task_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    (tmp_path / "broken.yaml").write_text("task: [\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken\.yaml, which is not YAML \(while parsing"):
+        check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)))
+
+
+def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "PACKAGE", "no_such_package")
+    with pytest.raises(ConfigError, match=r"pip install megacore\[lm-eval\]"):
+        check_tasks(LmEvalConfig(tasks=("arc_easy",)))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ConnectionError("no route\nto the hub"), DownloadError, "ConnectionError: no route: conn"),
+        (ValueError(), DataFormatError, "could not score a, b: ValueError: ValueError: correct"),
+    ],
+)
+def test_errors_of_lm_eval_are_one_sentence(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message), harness._typed_errors(["a", "b"]):
+        raise error
+
+
+def test_items_are_questions_with_their_right_answers(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    write_task(tmp_path, "sums", doc_to_choice=None, output_type="generate_until")
+    rows = [{"question": "one and one is", "answer": "two"}, {"question": "", "answer": "three"}]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = {"group": "both", "task": ["colours", "sums"]}
+    (tmp_path / "both.yaml").write_text(json.dumps(group))
+    items, groups = harness.task_items(["both"], str(tmp_path), 2)
+    assert items == {
+        "colours": tuple(f"number {number} has the colour blue" for number in range(2)),
+        "sums": ("one and one is two", "three"),
+    }
+    assert groups == {"both": ("colours", "sums")}
