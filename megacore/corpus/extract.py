@@ -43,7 +43,7 @@ class ExtractText:
                 if document.metadata.pop("plain", False):
                     yield document
                     continue
-                text, reason = extractor.extract(document.text)
+                text, reason = extractor.main_text(document.text)
                 if text is None:
                     self._tally.note_removed(self._label, reason, document)
                     continue
@@ -64,7 +64,7 @@ class _Extractor:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def extract(self, html: str) -> tuple[str | None, str]:
+    def main_text(self, html: str) -> tuple[str | None, str]:
         """Return the text of a page, or None and the reason."""
         pipe = self._started()
         try:
@@ -101,7 +101,7 @@ class _Extractor:
 
 def _serve(pipe: Connection, favour_precision: bool, seconds: float) -> None:
     """Answer each page with its text, or with None and the reason, until the pipe is closed."""
-    import trafilatura
+    from trafilatura import extract
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends this process, even inside of libxml2
@@ -112,9 +112,7 @@ def _serve(pipe: Connection, favour_precision: bool, seconds: float) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            text = trafilatura.extract(
-                html, favor_precision=favour_precision, include_comments=False
-            )
+            text = extract(html, favor_precision=favour_precision, include_comments=False)
         except Exception:  # whatever trafilatura raises for a page
             answer: tuple[str | None, str] = (None, "extraction failed")
         else:

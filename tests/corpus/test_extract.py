@@ -44,11 +44,11 @@ def test_a_page_that_ends_the_process_is_removed() -> None:
     step = ExtractTextStep(step="extract_text")
     block = extract._Extractor(step)
     with closing(block) as extractor:
-        assert extractor.extract(PAGE) == (TEXT.strip(), "")
+        assert extractor.main_text(PAGE) == (TEXT.strip(), "")
         assert block._process is not None
         block._process.kill()
         block._process.join()
-        assert extractor.extract(PAGE) == (None, "extraction failed")
-        assert extractor.extract(PAGE) == (TEXT.strip(), "")
+        assert extractor.main_text(PAGE) == (None, "extraction failed")
+        assert extractor.main_text(PAGE) == (TEXT.strip(), "")
         process = block._process
     assert not process.is_alive()
