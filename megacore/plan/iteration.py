@@ -21,6 +21,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
 from megacore.plan.machine import MEASURED, Machine
+from megacore.plan.memory import muon_elements
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
 from megacore.plan.prediction import Prediction
 
@@ -35,6 +36,10 @@ _TICK = 0.004
 """Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
 _OWNERS_ROUNDS = 4
 """Rounds of matrices whose messages overlap (`megacore.optim.muon.ROUNDS`)."""
+_MUON_BYTES, _MUON_CACHED_BYTES = 108.0, 54.0
+"""Memory traffic of Muon's operations on one element of a matrix besides the products, in bytes, as
+counted in `megacore.optim.muon`: momentum, conversions, norm, copies, and the update of the weight.
+A CPU updates momentum and weights in blocks that remain in its cache."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -110,6 +115,10 @@ class Iteration:
             sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
             for stage in range(stages)
         ]
+        others = [
+            size - muon_elements(self.config, chunks[stage::stages])
+            for stage, size in enumerate(sizes)
+        ]
         micro, mean = self.micro_batches, sum(pace, Pass()) * (1 / stages)
         parts = Prediction(
             compute=micro * mean.compute,
@@ -119,7 +128,7 @@ class Iteration:
             messages=micro * sent,
             data=self.data(max(sizes), max(layers), makespan),
             embedding=self._shared_embedding(),
-            optimizer=self.optimizer(max(sizes), max(layers)) + self.muon(chunks),
+            optimizer=self.optimizer(max(others), max(layers)) + self.muon(chunks),
             other=0.0,
         )
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
@@ -466,7 +475,7 @@ class Iteration:
         return 2 * self.micro_batches * size / (slowest * 1e9)
 
     def optimizer(self, parameters: int, layers: int) -> float:
-        """Return the seconds of the update, of which ZeRO divides the parameters.
+        """Return the seconds of AdamW's update, of which ZeRO divides the parameters.
 
         An offloaded update moves gradients to the host and weights back.
         """
@@ -487,15 +496,18 @@ class Iteration:
         return seconds
 
     def muon(self, chunks: Sequence[ModelChunk]) -> float:
-        """Return the seconds of Muon's products and messages on the slowest stage; 0 with AdamW.
+        """Return the seconds of Muon's update of the matrices on the slowest stage; 0 with AdamW.
 
-        Both are divided over tensor-parallel ranks and, with a distributed optimizer, replicas. On
-        a GPU the messages overlap with products, except those of one round.
+        Computation and messages are divided over tensor-parallel ranks and, with a distributed
+        optimizer, replicas. On a GPU the messages overlap with computation, except those of one
+        round.
         """
         if self.config.optim.name != "muon":
             return 0.0
         stages = [chunks[stage :: self.layout.pipeline] for stage in range(self.layout.pipeline)]
-        times = [(self._newton_schulz(part), self._owners(part)) for part in stages]
+        times = [
+            (self._newton_schulz(part) + self._passes(part), self._owners(part)) for part in stages
+        ]
         if self.machine.core is not None:
             return max(map(sum, times))
         return max(
@@ -515,6 +527,11 @@ class Iteration:
         )
         seconds = sum(count * self.rates.newton_schulz(*shape) for shape, count in shapes.items())
         return seconds / (self._sharing * self.layout.tensor)
+
+    def _passes(self, chunks: Sequence[ModelChunk]) -> float:
+        """Return the seconds of a rank's other operations on the matrices of chunks."""
+        size = _MUON_BYTES if self.machine.core is None else _MUON_CACHED_BYTES
+        return self.rates.stream(size * muon_elements(self.config, chunks) / self._sharing)
 
     def _owners(self, chunks: Sequence[ModelChunk]) -> float:
         """Return the seconds in which matrices travel to their owners and back."""

@@ -28,7 +28,7 @@ from megacore.plan.activations import Activations
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine
-from megacore.plan.memory import GIB
+from megacore.plan.memory import GIB, muon_elements
 from megacore.plan.search_result import Candidate, Choice, Partition, Refused, SearchResult
 from megacore.plan.table import memory_of
 from megacore.plan.zero import ELEMENT_BYTES, zero_bytes
@@ -498,7 +498,9 @@ class _Space:
         )
         largest = max(self._stage_sizes(iteration, chunks))
         data = iteration.data(largest, layers, makespan)
-        return (makespan + data + iteration.optimizer(largest, layers)) * self._waiting
+        # Without Muon's own part, whose sum over all stages is more than the largest stage's.
+        others = max(0, largest - muon_elements(iteration.config, chunks))
+        return (makespan + data + iteration.optimizer(others, layers)) * self._waiting
 
 
 def _kind(chunk: ModelChunk, layers: int) -> "_Kind":
