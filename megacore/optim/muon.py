@@ -59,7 +59,7 @@ NO_ROUND = -1
 """Number in place of a round's for weights without matrices."""
 _NORM_EPSILON = 1e-7
 _BLOCK = 1 << 17
-"""Elements of momentum that a CPU updates at a time, so that they stay in its cache."""
+"""Elements that a CPU updates at a time, so that they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,16 @@ def orthogonalized(weight: Tensor, parts: RowParts) -> Tensor:
     return torch.stack(list(result.view(len(sources), *sources[0].shape)), dim=1).view_as(weight)
 
 
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same elements of contiguous tensors; on a CPU as many as its cache holds.
+
+    There is one block on other devices.
+    """
+    elements = tensors[0].numel()
+    size = _BLOCK if tensors[0].device.type == "cpu" else max(1, elements)
+    yield from zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
+
+
 class MainWeightMuon(MainWeightAdamW):
     """Muon for matrices and AdamW for other parameters, with fp32 main weights.
 
@@ -276,12 +286,7 @@ class MainWeightMuon(MainWeightAdamW):
         Each operation rounds separately, so that the result does not depend on the division into
         shards and blocks.
         """
-        size = _BLOCK if main.gradient.device.type == "cpu" else max(1, main.gradient.numel())
-        for gradient, momentum in zip(
-            torch.split(main.gradient.view(-1), size),
-            torch.split(main.exp_avg.view(-1), size),
-            strict=True,
-        ):
+        for gradient, momentum in _blocks(main.gradient, main.exp_avg):
             gradient.div_(divisor)
             momentum.mul_(self._momentum).add_(gradient)
             gradient.add_(momentum * self._momentum)
@@ -295,8 +300,9 @@ class MainWeightMuon(MainWeightAdamW):
         """Decay a main weight, subtract the update, and round it into the model's weight."""
         rows, columns = self._matrix_shape(main.name)
         factor = lr * UPDATE_RMS * max(rows, columns) ** 0.5
-        main.weight.mul_(1.0 - lr * weight_decay)
-        main.weight.sub_(update.to(torch.float32) * factor)
+        for weight, change in _blocks(main.weight, update):
+            weight.mul_(1.0 - lr * weight_decay)
+            weight.sub_(change.to(torch.float32) * factor)
         if main.target is not None:
             main.target.copy_(main.weight)
 
