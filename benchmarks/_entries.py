@@ -89,6 +89,11 @@ ENTRIES = {
         slow=True,
         packages=("prefect",),
     ),
+    "curation": Entry(
+        ("benchmarks.curation", "--plot", "docs/images/curation.png"),
+        "Perplexity with and without duplicates",
+        slow=True,
+    ),
     "generate": Entry(("benchmarks.generate",), "Generation, as measured last", slow=True),
     "calibrated": Entry(
         ("benchmarks.calibrated", "--seconds", "2"),

@@ -53,6 +53,7 @@ class Rank:
         )
         self.tokens = SpecialTokens(eod=size.vocab_size - 1)
         self.engine: Engine | None = None
+        self.update_began = 0.0
         self.allocated_before = census.allocated_bytes(self.device)
         self.resident_before = census.resident_mb("VmRSS")
         self.step = self._own() if VARIANTS[work.variant].own else self._torch()
@@ -60,15 +61,17 @@ class Rank:
         census.reset_peak()
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Make steps; return the median seconds of one, and memory."""
-        seconds = []
+        """Make steps; return the median seconds of one and of its update, and memory."""
+        seconds, updates = [], []
         for _ in range(steps):
             dist.barrier()
             start = time.perf_counter()
             self.step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            end = time.perf_counter()
+            seconds.append(end - start)
+            updates.append(end - self.update_began)
         peak = (
             torch.cuda.max_memory_allocated(self.device) / 1e6
             if self.device.type == "cuda"
@@ -76,6 +79,7 @@ class Rank:
         )
         return {
             "seconds": statistics.median(seconds),
+            "update": statistics.median(updates),
             "before_mb": self.resident_before,
             "building_mb": self.resident_built,
             "training_mb": census.resident_mb("VmHWM"),
@@ -104,6 +108,7 @@ class Rank:
 
         def step() -> object:
             engine.forward_backward(iter(self.batches), list(range(len(self.batches))))
+            self.update_began = time.perf_counter()
             return engine.update(1e-4, 0.01)
 
         return step
@@ -149,6 +154,7 @@ class Rank:
                 with torch.autocast(self.device.type, dtype, enabled=casts):
                     loss = wrapped(batch, labels=batch).loss / len(self.batches)
                 scaler.scale(loss).backward()
+            self.update_began = time.perf_counter()
             scaler.unscale_(optimizer)
             norm: Any = clip_grad_norm_(wrapped.parameters(), 1.0)
             scaler.step(optimizer)

@@ -1,22 +1,23 @@
 """A model's state on data-parallel ranks: DeepSpeed's ZeRO and offload, torch, the native engine.
 
-    python -m benchmarks.zero state [--precision fp32 bf16] [--optimizer adam|muon]
-        [--rounds 2] [--steps 2]
+    python -m benchmarks.zero state [--size 124M] [--precision fp32 bf16]
+        [--optimizer adam|muon] [--rounds 2] [--steps 2] [--exposed]
     python -m benchmarks.zero fit --device cuda [--sizes 345M 1.5B]
 
-`state` counts the bytes of parameters, gradients and optimizer state on one of two ranks of GPT-2
-small, in the engine's tensors after the last backward pass and before the step, and compares them
-with ZeRO's formula; it also measures peak memory and tokens per second. One variant runs at a time,
-in separate processes. Every other round is in reverse order, ratios are taken within a round, and
-medians are printed. `fit` searches the largest micro batch that fits and measures the time of an
-epoch with it. `--smoke` runs either of them with a tiny model.
+`state` counts the bytes of parameters, gradients and optimizer state on one of two ranks of a GPT,
+in the engine's tensors after the last backward pass and before the step, and compares them with
+ZeRO's formula. It also measures peak memory, tokens per second and, with `--exposed`, by how many
+seconds a step is longer than that of a single rank that updates the same share of the state. One
+variant runs at a time, in separate processes. Every other round is in reverse order, ratios are
+taken within a round, and medians are printed. `fit` searches the largest micro batch that fits and
+measures the time of an epoch with it. `--smoke` runs either of them with a tiny model.
 """
 
 import argparse
 import os
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import _zero_census as census
@@ -53,8 +54,26 @@ class Measured:
     """Seconds of a step on the slowest rank, in each round."""
     memory: list[dict[str, float]] = field(default_factory=list)
     """Memory of the rank with the highest peak, in each round."""
+    alone: list[float] = field(default_factory=list)
+    """Seconds of the same work of a rank without messages, in each round in which it was
+    measured."""
     rank_census: dict[str, Any] = field(default_factory=dict)
     """Census of the first rank."""
+
+    def run_alone(self, steps: int) -> None:
+        """Measure a single rank, whose update counts by the share of the state that ranks have."""
+        with started(replace(self.work, ranks=1)) as ranks:
+            ranks.ask("run 1")
+            result = ranks.ask(f"run {steps}")[0]
+        stage = zero_of(self.work.config()).stage if VARIANTS[self.work.variant].own else 3
+        share = 1 / self.work.ranks if stage else 1.0
+        self.alone.append(result["seconds"] - (1 - share) * result["update"])
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that a step's messages add, as the median over the rounds."""
+        pairs = zip(self.seconds, self.alone, strict=True)
+        return statistics.median(seconds - alone for seconds, alone in pairs)
 
     def run(self, steps: int) -> None:
         """Start the ranks, warm up, make steps, and take the census once."""
@@ -153,11 +172,11 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
     """Return the rows of a Markdown table of speed and peak memory."""
     rows = [
         (
-            "| variant | tokens/s | to native | to native, optimizer divided | before the "
-            "model | peak of building it | peak of training | of this temporary | heap of the "
-            "model | of this known |"
+            "| variant | tokens/s | to native | to native, optimizer divided | exposed messages, s "
+            "| before the model | peak of building it | peak of training | of this temporary | "
+            "heap of the model | of this known |"
         ),
-        "| --- |" + " ---: |" * 9,
+        "| --- |" + " ---: |" * 10,
     ]
     for name, each in measured.items():
         work = each.work
@@ -169,6 +188,7 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
         )
         cells = [f"{tokens / statistics.median(each.seconds):,.0f}"]
         cells += [f"{each.ratio(measured[other]):.2f}" for other in (REFERENCE, DISTRIBUTED)]
+        cells += [f"{each.exposed:.2f}" if each.alone else "-"]
         cells += [f"{mb:,.0f}" for mb in (before, building, training)]
         if VARIANTS[name].own:
             known_bytes = sum(each.rank_census["kinds"].values())
@@ -188,7 +208,7 @@ def _further(kind: str) -> str:
 
 def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measured]:
     """Return the variants that are compared, not yet measured."""
-    size = "tiny" if options.smoke else "124M"
+    size = "tiny" if options.smoke else options.size
     possible = [
         name
         for name, variant in STATES.items()
@@ -215,12 +235,16 @@ def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measur
     }
 
 
-def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
-    """Run every variant once, in reverse order in odd rounds."""
+def take_turns(
+    measured: dict[str, Measured], number: int, steps: int, *, alone: bool = False
+) -> None:
+    """Run every variant once, with `alone` also on one rank; in reverse order in odd rounds."""
     for name in measured if number % 2 == 0 else reversed(measured):
         load = os.getloadavg()[0]
         each = measured[name]
         each.run(steps)
+        if alone:
+            each.run_alone(steps)
         sys.stderr.write(
             f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load "
             f"before {load:.1f}, largest unknown "
@@ -282,6 +306,7 @@ def main() -> int:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--smoke", action="store_true", help="with a tiny model")
     state = parser.add_argument_group("state")
+    state.add_argument("--size", choices=SIZES, default="124M")
     state.add_argument("--variants", nargs="+", choices=STATES, help="besides the two native ones")
     state.add_argument(
         "--optimizer", choices=("adam", "muon"), default="adam", help="muon: native variants only"
@@ -290,6 +315,9 @@ def main() -> int:
     state.add_argument("--steps", type=int, default=2, help="of each variant in a round")
     state.add_argument(
         "--micro-batches", type=int, default=2, help="of one sample, on each rank in a step"
+    )
+    state.add_argument(
+        "--exposed", action="store_true", help="measure each variant also alone on one rank"
     )
     fit = parser.add_argument_group("fit")
     fit.add_argument("--sizes", nargs="+", choices=SIZES, default=["345M", "1.5B"])
@@ -307,7 +335,7 @@ def main() -> int:
             continue
         measured = contestants(options, precision)
         for number in range(options.rounds):
-            take_turns(measured, number, options.steps)
+            take_turns(measured, number, options.steps, alone=options.exposed)
         checks.append(report(measured))
         checks += speedups(measured)
     return verdict(f"zero {options.what}", checks)
