@@ -28,7 +28,7 @@ SIZES = {
     "124M": Size(12, 768, 12, seq_length=64),
     "345M": Size(24, 1024, 16),
     "1.5B": Size(48, 1600, 25, seq_length=128),
-    "7B-slice": Size(2, 4096, 32, 8192, seq_length=512),
+    "7B-slice": Size(2, 4096, 32, 8192, seq_length=128),
 }
 """Models by name; the slice has two layers as those of GPT-2 7B and a smaller vocabulary."""
 

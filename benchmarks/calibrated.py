@@ -71,6 +71,7 @@ class Run:
     """Samples of an iteration."""
     parallel: dict[str, Any] = field(default_factory=dict)
     recompute: str = "none"
+    optimizer: str = "adam"
 
     @property
     def name(self) -> str:
@@ -82,6 +83,7 @@ class Run:
         ]
         parts += [f"dp{self.layout.data}"] * (self.layout.data > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [self.optimizer] * (self.optimizer != "adam")
         return f"{self.model} {' '.join(parts)} b{self.micro} B{self.samples}".replace("  ", " ")
 
     @property
@@ -116,7 +118,7 @@ class Run:
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
             },
-            "optim": {"lr": 1e-4, "clip_grad": 1.0},
+            "optim": {"name": self.optimizer, "lr": 1e-4, "clip_grad": 1.0},
             "train": {
                 "micro_batch_size": self.micro,
                 "global_batch_size": self.samples,
@@ -153,6 +155,8 @@ RUNS = (
     Run("wide", 1, 2, 4, recompute="full"),
     Run("124m", 1, 1, 2),
     Run("124m", 1, 2, 2, recompute="full"),
+    Run("13m", 1, 4, 8, optimizer="muon"),
+    Run("wide", 1, 2, 4, optimizer="muon"),
     Run("tiny", 2, 8, 16, {TP: 2}),
     Run("tiny", 2, 8, 16),
     Run("tiny", 2, 2, 16, {PP: 2}),
@@ -175,6 +179,11 @@ RUNS = (
     Run("124m", 2, 2, 4, {TP: 2}),
     Run("124m", 2, 1, 4, {PP: 2}),
     Run("124m", 2, 2, 4, ZERO),
+    Run("13m", 2, 4, 8, optimizer="muon"),
+    Run("13m", 2, 4, 8, ZERO, optimizer="muon"),
+    Run("wide", 2, 2, 4, ZERO, optimizer="muon"),
+    Run("wide", 2, 2, 4, {TP: 2}, optimizer="muon"),
+    Run("124m", 2, 2, 4, ZERO, optimizer="muon"),
     Run("13m", 4, 4, 8, {TP: 4}),
     Run("13m", 4, 2, 8),
     Run("13m", 4, 1, 8, {PP: 4}),

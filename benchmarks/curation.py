@@ -34,6 +34,8 @@ CHARACTERS = 8000
 """Most characters of a document."""
 CHANGED = 0.05
 """Share of the lines that differ in a near duplicate."""
+SHORT = 10
+"""Most characters of a line that says nothing about duplicates."""
 CHECKPOINTS = 6
 MEMBERS = ("raw", "curated")
 STEPS = [{"step": "exact_dedup"}, {"step": "minhash_dedup"}]
@@ -94,11 +96,21 @@ def _changed(text: str, chosen: random.Random) -> str:
     return "\n".join(lines)
 
 
+def distinct(texts: Sequence[str]) -> Iterator[str]:
+    """Yield the texts of which earlier ones have at most a quarter of the longer lines."""
+    known: set[str] = set()
+    for text in texts:
+        lines = [line for line in text.split("\n") if len(line.strip()) > SHORT]
+        if sum(line in known for line in lines) <= len(lines) / 4:
+            yield text
+        known.update(lines)
+
+
 def make_corpus(folder: Path, characters: int) -> Corpus:
     """Write the documents of training and validation, and train the tokenizer of all runs."""
     packages = documents(Path(sysconfig.get_path("purelib")), (), characters)
     library = documents(Path(sysconfig.get_path("stdlib")), _FOREIGN, characters // 10)
-    for name, texts in (("train", with_copies(packages)), ("valid", dict.fromkeys(library))):
+    for name, texts in (("train", with_copies(packages)), ("valid", distinct(library))):
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     train_bpe(packages, 4096).model.save(str(folder))
@@ -139,10 +151,10 @@ def configuration(corpus: Corpus, member: str, seed: int, iterations: int) -> di
             "attention_dropout": 0.0,
         },
         "optim": {
-            "lr": 4e-3,
-            "min_lr": 2e-4,
+            "lr": 2e-3,
+            "min_lr": 1e-4,
             "lr_decay_iters": iterations,
-            "lr_warmup_fraction": 0.05,
+            "lr_warmup_fraction": 0.1,
             "weight_decay": 0.1,
             "adam_beta2": 0.95,
             "clip_grad": 1.0,
