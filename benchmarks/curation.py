@@ -1,4 +1,4 @@
-"""What removing duplicates changes in perplexity, after the same number of training tokens.
+"""Perplexity with and without duplicates in the corpus, after the same number of training tokens.
 
     python -m benchmarks.curation [--seeds 1 2 3] [--iterations 900] [--folder DIR] [--plot FILE]
 

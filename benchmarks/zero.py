@@ -238,7 +238,7 @@ def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measur
 def take_turns(
     measured: dict[str, Measured], number: int, steps: int, *, alone: bool = False
 ) -> None:
-    """Run every variant once, with `alone` also on one rank; in reverse order in odd rounds."""
+    """Run every variant once, if asked also on a single rank; in reverse order in odd rounds."""
     for name in measured if number % 2 == 0 else reversed(measured):
         load = os.getloadavg()[0]
         each = measured[name]
