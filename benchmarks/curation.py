@@ -4,8 +4,8 @@
 
 The training's corpus are Python sources of the installed packages, cut into documents of at most
 8,000 characters, to which copies are added as they occur on the web: few documents have many (a
-Zipf distribution), every other copy has 5% of its lines changed, and copies are more than half of
-the corpus. The flow `pretrain` trains on it as it is, and after `exact_dedup` and `minhash_dedup`,
+Zipf distribution), every other copy has 5% of its lines changed, and half of the documents are
+copies. The flow `pretrain` trains on it as it is, and after `exact_dedup` and `minhash_dedup`,
 which also find the duplicates that the sources have already. Tokenizer, model, number of tokens and
 the validation texts (the standard library without near duplicates, in neither corpus) are the same.
 The perplexities are `valid_ppl` of each checkpoint.
