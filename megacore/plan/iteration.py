@@ -36,10 +36,10 @@ _TICK = 0.004
 """Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
 _OWNERS_ROUNDS = 4
 """Rounds of matrices whose messages overlap (`megacore.optim.muon.ROUNDS`)."""
-_MUON_BYTES, _MUON_CACHED_BYTES = 108.0, 54.0
-"""Memory traffic of Muon's operations on one element of a matrix besides the products, in bytes, as
-counted in `megacore.optim.muon`: momentum, conversions, norm, copies, and the update of the weight.
-A CPU updates momentum and weights in blocks that remain in its cache."""
+_MUON_BYTES, _MUON_CACHED_BYTES = 112.0, 56.0
+"""Memory traffic of Muon's operations on one element of a matrix besides the products, in bytes:
+momentum, conversions, norm, copies, and the update of the weight. A CPU updates momentum and
+weights in blocks that remain in its cache."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 

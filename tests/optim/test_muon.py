@@ -1,10 +1,13 @@
 """Muon, compared with its formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config.load import parse_config
@@ -14,6 +17,7 @@ from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.stage import Stage
 from megacore.optim.muon import (
+    ROUNDS,
     MainWeightMuon,
     RowParts,
     newton_schulz,
@@ -21,6 +25,7 @@ from megacore.optim.muon import (
     orthogonalized,
 )
 from megacore.parallel.mesh import ProcessMesh
+from megacore.plan import iteration
 
 CONFIG = OptimConfig(name="muon", lr=1e-2, muon_momentum=0.9, adam_beta2=0.95)
 SHAPES = {"tall": (40, 24), "wide": (24, 40), "kv": (24, 12), "norm": (24,), "table": (50, 24)}
@@ -144,6 +149,39 @@ def test_operations_are_those_of_the_products(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         newton_schulz(torch.empty(shape, device="meta"))
     assert counter.get_total_flops() == newton_schulz_flops(*shape)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations other than products and views read and write."""
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if name not in {"mm", "addmm", "bmm", "baddbmm"} and not function.is_view:
+            read = tree_leaves((args, kwargs))[name == "copy_" :]  # which only writes its target
+            for tensor in [*read, *tree_leaves(result)]:
+                if isinstance(tensor, Tensor) and not name.startswith("new_empty"):
+                    self.size += tensor.numel() * tensor.element_size()
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 256), (1024, 256), (256, 1024)])
+def test_the_planner_counts_the_traffic_of_an_update(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    parameters = {"matrix": nn.Parameter(torch.randn(shape))}
+    sync = GradSync(parameters, ProcessMesh.serial(), ParallelConfig())
+    optimizer = MainWeightMuon([sync], CONFIG, dtype, matrices={"matrix": RowParts()})
+    sync.zero()
+    with Traffic() as traffic:
+        optimizer.step(1e-2, 0.1)
+    assert traffic.size / math.prod(shape) == pytest.approx(iteration._MUON_BYTES, rel=0.01)
+    assert iteration._OWNERS_ROUNDS == ROUNDS
 
 
 def test_the_result_does_not_depend_on_fusing() -> None:
