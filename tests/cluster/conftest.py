@@ -1,4 +1,4 @@
-"""Hosts for the tests that start processes on other hosts."""
+"""Hosts and a Slurm cluster for the tests that start processes on other hosts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster._hosts import Hosts, sshd_problem
+from tests.cluster.batch._slurm import Slurm, running_slurm
+from tests.launch._processes import REPOSITORY
 
 
 @pytest.fixture(scope="package")
@@ -16,3 +18,19 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     running_hosts = Hosts(Path(tmp_path_factory.mktemp("ssh")) / "hosts")
     yield running_hosts
     running_hosts.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Start a Slurm cluster on this host."""
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """Provide the cluster to this test's processes, and cancel its jobs afterwards."""
+    monkeypatch.setenv("SLURM_CONF", cluster.conf)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    yield cluster
+    cluster.cancel_all()

@@ -23,7 +23,7 @@ from megacore.corpus.curate import Executor, curate_segments
 from megacore.corpus.curate_job import CurateOptions, Job, Phase
 from megacore.corpus.segments import jsonl_segments
 from megacore.errors import ConfigError, DataFormatError, LaunchError, WorkerLostError
-from tests.cluster.batch._slurm import Slurm, running_slurm
+from tests.cluster.batch._slurm import Slurm
 from tests.launch._processes import REPOSITORY, alive, wait_until
 
 DOCUMENTS = 300
@@ -107,20 +107,6 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "steps.py").write_text(STEPS, encoding="utf-8")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        yield slurm
-
-
-@pytest.fixture
-def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    monkeypatch.setenv("SLURM_CONF", cluster.conf)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    yield cluster
-    cluster.cancel_all()
 
 
 @pytest.mark.slow

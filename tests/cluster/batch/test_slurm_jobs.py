@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,14 @@ from megacore.errors import LaunchError, LossError, PreemptedError, RankLostErro
 from megacore.launch.guard import descendants
 from megacore.ranks import stages
 from tests.cluster.batch._attempt import LIMIT, Attempt, StoppedByTestError
-from tests.cluster.batch._slurm import Slurm, running_slurm
-from tests.launch._processes import REPOSITORY, alive, none_alive, wait_until
+from tests.cluster.batch._slurm import Slurm
+from tests.launch._processes import alive, none_alive, wait_until
 from tests.train import _runs
 
 ITERATIONS, SAMPLES = 120, 16
 """Size of a run that is long enough to be preempted; SAMPLES is its global batch size."""
 pytestmark = pytest.mark.slow
 TRAIN = {"train_iters": ITERATIONS, "global_batch_size": SAMPLES, "eval_interval": 1000}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        yield slurm
-
-
-@pytest.fixture
-def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    monkeypatch.setenv("SLURM_CONF", cluster.conf)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    yield cluster
-    cluster.cancel_all()
 
 
 def launch(*, slurm: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
