@@ -176,11 +176,8 @@ def corrupted(sequences: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
-def train(case: Case) -> Result:
-    """Train as one rank of the default group, or as a single process."""
-    run_config = config(case)
-    mesh = mesh_of(run_config)
-    engine = build_engine(
+def _engine(run_config: RunConfig, mesh: ProcessMesh) -> Engine:
+    return build_engine(
         run_config,
         VOCAB,
         mesh,
@@ -188,6 +185,13 @@ def train(case: Case) -> Result:
         device=torch.device("cpu"),
         precision=run_config.train.precision,
     )
+
+
+def train(case: Case) -> Result:
+    """Train as one rank of the default group, or as a single process."""
+    run_config = config(case)
+    mesh = mesh_of(run_config)
+    engine = _engine(run_config, mesh)
     differing = _differing(engine, run_config)
     schedule, data = LrSchedule.of(run_config), samples(case.family)
     updates = []
@@ -241,14 +245,7 @@ def _observed(case: Case, seed: int) -> dict[str, Tensor]:
     run_config = config(case)
     mesh = mesh_of(run_config)
     with mock.patch("megacore.models.stage.input_rules", _OtherDocuments):
-        engine = build_engine(
-            run_config,
-            VOCAB,
-            mesh,
-            special_tokens=TOKENS,
-            device=torch.device("cpu"),
-            precision=run_config.train.precision,
-        )
+        engine = _engine(run_config, mesh)
     data = samples()[:GLOBAL_BATCH].masked_fill(samples()[:GLOBAL_BATCH] == EOD_ID, EOD_ID + 1)
     drawn = torch.Generator().manual_seed(seed)
     data[:, :FIRST] = torch.randint(EOD_ID + 1, VOCAB, (GLOBAL_BATCH, FIRST), generator=drawn)
