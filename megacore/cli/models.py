@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 
 if TYPE_CHECKING:
+    from megacore.config.spec import ModelSpec
     from megacore.config.train import PasskeyConfig
     from megacore.tokenizer import Tokenizer
 
@@ -398,7 +398,7 @@ def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: boo
         sys.stdout.write(f"{'' if answers else row['prompt']}{row['continuation']}\n")
 
 
-def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
+def ranks_of(spec: "ModelSpec", tensor: int, data: int, precision: str) -> dict[str, Any]:
     """Return the fields of a job that describe its ranks, threads and precision.
 
     Raises:
@@ -427,7 +427,7 @@ def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[st
     }
 
 
-def _check_divided(spec: ModelSpec, tensor: int) -> None:
+def _check_divided(spec: "ModelSpec", tensor: int) -> None:
     """Raise ParallelLayoutError for sizes that the ranks would refuse later."""
     model = spec.model
     for name, length in (

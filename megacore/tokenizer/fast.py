@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,7 +83,10 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
 
 def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> str | None:
     """Return the first text that the two encode differently, or None."""
-    expected, actual = tokenizer.encode_flat(texts), encoder.encode_flat(texts)
+    with ThreadPoolExecutor(1, "megacore-compare") as second:
+        # `tokenizers` encodes without the GIL, while gigatoken's first call imports its library.
+        encoding = second.submit(tokenizer.encode_flat, texts)
+        actual, expected = encoder.encode_flat(texts), encoding.result()
     if np.array_equal(expected.lengths, actual.lengths) and np.array_equal(
         expected.ids, actual.ids
     ):
