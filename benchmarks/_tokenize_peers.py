@@ -46,7 +46,9 @@ def megacore(arguments: list[str]) -> None:
     def report() -> NoReturn:
         from benchmarks.tokenize import PHASES
 
-        points = [times[name] for name in ("start", "first byte", "encoder", "encoded", "published")]
+        points = [
+            times[name] for name in ("start", "first byte", "encoder", "encoded", "published")
+        ]
         spent = [after - before for before, after in itertools.pairwise(points)]
         sys.stdout.write(f"phases {json.dumps(dict(zip(PHASES, spent, strict=True)))}\n")
         leave()

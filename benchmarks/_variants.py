@@ -63,6 +63,7 @@ class Variant:
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+DELAYED = {"delay_weight_gradients": True}
 REFERENCE = "serial"
 VARIANTS = {
     REFERENCE: Variant(1, 2, 8),
@@ -71,6 +72,10 @@ VARIANTS = {
     "tp2 sp": Variant(2, 1, 8, TP2 | {"sequence_parallel": True}),
     "pp2": Variant(2, 1, 1, PP2),
     "pp2 interleaved": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    "pp2 delayed": Variant(2, 1, 1, PP2 | DELAYED),
+    "pp2 interleaved, delayed": Variant(
+        2, 1, 1, PP2 | DELAYED | {"virtual_pipeline_model_parallel_size": 2}
+    ),
     "dp2": Variant(2, 1, 4),
     "dp2 distributed optimizer": Variant(2, 1, 4, {"data_parallel_sharding": "optimizer"}),
     "torch ddp": Variant(2, 1, 4, ddp="same model"),

@@ -136,7 +136,12 @@ class Sink:
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
         self.contributions = 0
-        self.add_product = weight_gradient.reference
+        self.delays = False
+
+    def add_product(self, dy: Tensor, x: Tensor) -> None:
+        """Add the product and count it."""
+        weight_gradient.reference(self.main_grad, dy, x)
+        self.accumulated()
 
     def accumulated(self) -> None:
         """Count one contribution."""

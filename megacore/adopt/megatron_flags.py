@@ -295,10 +295,8 @@ PARALLEL: dict[str, Rule] = {
     "--ds-sequence-parallel-size": Absent(
         "sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel", ("1",)
     ),
-    "--enable-zbh1-pipeline": Absent("zero-bubble schedules", "parallel.pipeline_schedule 1f1b"),
-    "--enable-zbh1-exact-semantics": Absent(
-        "zero-bubble schedules", "parallel.pipeline_schedule 1f1b"
-    ),
+    "--enable-zbh1-pipeline": On("parallel.delay_weight_gradients"),
+    "--enable-zbh1-exact-semantics": NoEffect("an update is always exact"),
     "--no-pipeline-parallel": Joint("it decides the pipeline"),
     "--use-torch-fsdp2": Absent(
         "FSDP of torch or Megatron", "parallel.data_parallel_sharding parameters"

@@ -327,6 +327,13 @@ def _refused_schedule(
             f"{family}, which has no decoder after an encoder",
             "set it to null",
         )
+    if parallel.delay_weight_gradients:
+        problem = _refused_delay(parallel, layout)
+        if problem is not None:
+            return Refusal(
+                f"parallel.delay_weight_gradients is true but {problem}",
+                "set parallel.delay_weight_gradients to false",
+            )
     if layout.virtual == 1:
         return None
     asked = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
@@ -344,6 +351,21 @@ def _refused_schedule(
         return Refusal(
             f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage",
             f"set it to 1f1b, or {remedy}",
+        )
+    return None
+
+
+def _refused_delay(parallel: ParallelConfig, layout: ParallelLayout) -> str | None:
+    """Return why weight gradients cannot be delayed; None if they can."""
+    if layout.pipeline == 1:
+        return (
+            "parallel.pipeline_model_parallel_size is 1, so that no stage waits for the gradient "
+            "of its output"
+        )
+    if parallel.data_parallel_sharding in ("gradients", "parameters"):
+        return (
+            f"parallel.data_parallel_sharding is {parallel.data_parallel_sharding}, which reduces "
+            "the gradients when each backward pass ends"
         )
     return None
 
@@ -379,6 +401,12 @@ def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusa
             f"parallel.pipeline_schedule is {config.parallel.pipeline_schedule} but engine is "
             "deepspeed, whose pipeline has only 1F1B",
             f"set it to 1f1b, or {native}",
+        )
+    if config.parallel.delay_weight_gradients:
+        return Refusal(
+            "parallel.delay_weight_gradients is true but engine is deepspeed, whose backward "
+            "passes are whole",
+            f"set it to false, or {native}",
         )
     return None
 

@@ -37,6 +37,10 @@ class ParallelConfig(Section):
     pipeline_schedule: Literal["1f1b", "gpipe"] = unkeyed("1f1b")
     """Order of forward and backward passes: 1f1b (Narayanan et al. 2019), which keeps at most pp
     micro batches in flight, or gpipe."""
+    delay_weight_gradients: bool = unkeyed(False)
+    """If true, a pipeline stage sends the gradient of its input before it computes those of its
+    weights, and uses these to fill the time in which it would wait (ZB-H1; Qi et al. 2023). The
+    results are the same bits. Stage i keeps up to i more micro batches."""
     pipeline_partition: Literal["balanced", "uniform"] | tuple[int, ...] = unkeyed("balanced")
     """Number of layers per chunk: balanced accounts for the cost of embedding and head, uniform
     gives each chunk the same number, and a list gives the number for each of the pp x v chunks in

@@ -101,6 +101,10 @@ class Bucket:
     """Sum in progress."""
 
 
+Products = deque[Callable[[], None]]
+"""Delayed weight gradients of linear layers, in their order."""
+
+
 class _Sink:
     """Implementation of `megacore.tensor_parallel.linear.GradSink`."""
 
@@ -109,15 +113,35 @@ class _Sink:
         gradient: Callable[[], Tensor],
         add_product: WeightGradient,
         contributed: Callable[[], None],
+        delayed: Callable[[], Products | None],
     ) -> None:
         self._gradient = gradient
-        self.add_product = add_product
+        self._add_product = add_product
+        self._delayed = delayed
         self.accumulated = contributed
 
     @property
     def main_grad(self) -> Tensor:
         """Sum of all contributions since the last reduction."""
         return self._gradient()
+
+    @property
+    def delays(self) -> bool:
+        """True if `add_product` keeps its arguments for later."""
+        return self._delayed() is not None
+
+    def add_product(self, dy: Tensor, x: Tensor) -> None:
+        """Add the gradient dyᵀ x of a linear layer, now or with the delayed products."""
+
+        def add() -> None:
+            self._add_product(self.main_grad, dy, x)
+            self.accumulated()
+
+        products = self._delayed()
+        if products is None:
+            add()
+        else:
+            products.append(add)
 
 
 class GradSync:
@@ -186,6 +210,7 @@ class GradSync:
         self._temporary = self.sharding.divides("gradients")
         self._dtype = _DTYPES[config.grad_reduce_dtype]
         self._add_product = add_product
+        self._delayed: Products | None = None
         self._reduces = False
         self._order: list[Bucket] | None = None
         self._filled: list[str] = []
@@ -233,6 +258,18 @@ class GradSync:
         self.after_backward()
         if self._temporary:
             self._launch_rest()
+
+    @contextmanager
+    def delayed_products(self) -> Iterator[Products]:
+        """Surround one backward pass whose linear layers leave their products to functions.
+
+        The functions add them to the main gradients, and run within another `micro_step`.
+        """
+        self._delayed = Products()
+        try:
+            yield self._delayed
+        finally:
+            self._delayed = None
 
     def finish(self) -> None:
         """Wait until every main gradient is the sum over the replicas.
@@ -319,7 +356,10 @@ class GradSync:
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         parameter.grad_sink = _Sink(  # type: ignore[attr-defined]
-            gradient, self._add_product, lambda: self._contributed(name)
+            gradient,
+            self._add_product,
+            lambda: self._contributed(name),
+            lambda: self._delayed,
         )
 
     def _start_counting(self) -> None:

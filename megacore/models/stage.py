@@ -1,6 +1,7 @@
 """The chunks of a model on one rank, and the passes of micro batches through them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import tee
 
@@ -10,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.grad_sync import GradSync, Products
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.base import Losses, LossTotals, SampleSources, loss_sums
 from megacore.models.build import build_model
@@ -75,6 +76,8 @@ class Stage:
         self.stored = stored
         """True if the parameters have memory."""
         self.rules = input_rules(config, special_tokens)
+        self.delays = config.parallel.delay_weight_gradients
+        """True if weight gradients are separate passes of the schedule."""
         self._config = config
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
@@ -283,9 +286,13 @@ class Stage:
         During a ramp-up of the batch size, the number of micro batches grows.
         """
         if micro_batches not in self._passes:
-            style = self._config.parallel.pipeline_schedule
+            parallel = self._config.parallel
             schedule = build_schedule(
-                style, self._pipeline.stages, micro_batches, self._pipeline.chunks
+                parallel.pipeline_schedule,
+                self._pipeline.stages,
+                micro_batches,
+                self._pipeline.chunks,
+                delayed=self.delays,
             )
             self._passes[micro_batches] = schedule[self.mesh.pipeline_parallel.rank]
         return self._passes[micro_batches]
@@ -340,7 +347,8 @@ class _Training(_Work):
         super().__init__(stage, batches)
         self._seeds, self._syncs, self._scale = seeds, syncs, scale
         self._complete = complete
-        self._left = [len(seeds)] * len(stage.chunks)
+        self._delays = stage.delays
+        self._delayed: dict[tuple[int, int], Products] = {}
         self.losses: list[Tensor] = []
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
@@ -355,13 +363,36 @@ class _Training(_Work):
     def backward(
         self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
     ) -> None:
-        """Accumulate the gradients of the chunk's parameters, and compute that of its input."""
-        self._left[chunk] -= 1
-        with (
-            self._time("backward-compute"),
-            self._syncs[chunk].micro_step(last=self._complete and self._left[chunk] == 0),
-        ):
+        """Accumulate the gradients of the chunk's parameters, and compute that of its input.
+
+        The products of linear layers are left to `weight_gradients` if the schedule delays them.
+        """
+        with self._micro_step(micro_batch, chunk), self._delay(micro_batch, chunk):
             torch.autograd.backward(output, grad)
+
+    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """Accumulate the weight gradients that a backward pass has delayed."""
+        products = self._delayed.pop((micro_batch, chunk))
+        with self._micro_step(micro_batch, chunk), torch.no_grad():
+            while products:
+                products.popleft()()
+
+    @contextmanager
+    def _micro_step(self, micro_batch: int, chunk: int) -> Iterator[None]:
+        """Surround a pass; gradients reach a chunk in the order of the micro batches."""
+        last = self._complete and micro_batch == len(self._seeds) - 1
+        with self._time("backward-compute"), self._syncs[chunk].micro_step(last=last):
+            yield
+
+    @contextmanager
+    def _delay(self, micro_batch: int, chunk: int) -> Iterator[None]:
+        """Collect the products of the linear layers, if the schedule delays them."""
+        if not self._delays:
+            yield
+            return
+        with self._syncs[chunk].delayed_products() as products:
+            yield
+        self._delayed[micro_batch, chunk] = products
 
 
 class _Scoring(_Work):
@@ -389,3 +420,7 @@ class _Scoring(_Work):
     ) -> None:
         """Raise an error: the schedule only has forward passes."""
         raise AssertionError("a forward-only schedule has a backward pass")
+
+    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """Raise an error: the schedule only has forward passes."""
+        raise AssertionError("a forward-only schedule has weight gradients")

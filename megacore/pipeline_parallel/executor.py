@@ -151,6 +151,10 @@ class StageWork(Protocol):
         """Backpropagate from `output`; `grad` is its gradient, None for a loss."""
         ...
 
+    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """Compute what a backward pass has delayed."""
+        ...
+
 
 class Executor:
     """Executor of one rank's part of a pipeline; with a single stage there are no messages."""
@@ -191,10 +195,13 @@ class Executor:
         )
         in_flight: _InFlight = {}
         for each in passes:
-            if each.direction is Direction.FORWARD:
-                self._forward(each, work, mailbox, in_flight)
-            else:
-                self._backward(each, work, mailbox, in_flight)
+            match each.direction:
+                case Direction.FORWARD:
+                    self._forward(each, work, mailbox, in_flight)
+                case Direction.BACKWARD:
+                    self._backward(each, work, mailbox, in_flight)
+                case Direction.WEIGHTS:
+                    work.weight_gradients(each.micro_batch, each.chunk)
         mailbox.close()
 
     def _forward(self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight) -> None:

@@ -7,6 +7,7 @@ the stages v times.
 A simulation with given durations returns start and end of each pass, and the bubble.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +23,8 @@ class Direction(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weight gradients"
+    """The part of a backward pass that its neighbour does not wait for, if it is delayed."""
 
 
 class Pass(NamedTuple):
@@ -93,14 +96,16 @@ class Pipeline:
     def receive(self, stage: int, each: Pass) -> Message | None:
         """Return the message that a pass of `stage` waits for.
 
-        Returns None for a forward pass of the first chunk and a backward pass of the last chunk.
+        Returns None for a forward pass of the first chunk, a backward pass of the last chunk, and
+        delayed weight gradients.
         """
         return self._to(each.direction, each.micro_batch, self.model_chunk(stage, each.chunk))
 
     def send(self, stage: int, each: Pass) -> Message | None:
         """Return the message that a pass of `stage` sends.
 
-        Returns None for a forward pass of the last chunk and a backward pass of the first chunk.
+        Returns None for a forward pass of the last chunk, a backward pass of the first chunk, and
+        delayed weight gradients.
         """
         step = 1 if each.direction is Direction.FORWARD else -1
         return self._to(
@@ -111,7 +116,8 @@ class Pipeline:
         """Return the message to one of the model's chunks; None if chunk or sender do not exist."""
         backward = direction is Direction.BACKWARD
         origin = chunk + 1 if backward else chunk - 1
-        if not (0 <= chunk < self.model_chunks and 0 <= origin < self.model_chunks):
+        exist = 0 <= chunk < self.model_chunks and 0 <= origin < self.model_chunks
+        if not exist or direction is Direction.WEIGHTS:
             return None
         number = 2 * (micro_batch * self.model_chunks + chunk) + backward
         return Message(
@@ -186,8 +192,28 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     return (_in_order(Direction.FORWARD, stages, micro_batches, chunks),) * stages
 
 
+def delay_weight_gradients(schedule: Schedule) -> Schedule:
+    """Return a schedule whose backward passes leave the gradients of the weights to later passes.
+
+    A stage sends the gradient of its input before it computes those of its weights. Stage i leaves
+    up to i of these passes for later, so that they fill the time in which it would wait: with 1F1B
+    this is ZB-H1 (Qi et al. 2023, arXiv:2401.10241). With equal chunks a stage is idle for pp - 1
+    times a forward pass plus an input gradient minus the weight gradients of a micro batch, instead
+    of plus all three. The gradients of a chunk's weights are added in the order of the micro
+    batches, as without delay.
+    """
+    return tuple(
+        _with_weight_gradients(passes, delayed=stage) for stage, passes in enumerate(schedule)
+    )
+
+
 def build_schedule(
-    kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: int, chunks: int = 1
+    kind: Literal["gpipe", "1f1b"],
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    delayed: bool = False,
 ) -> Schedule:
     """Return the schedule named by `parallel.pipeline_schedule`.
 
@@ -198,6 +224,7 @@ def build_schedule(
         stages: number of stages (pp).
         micro_batches: micro batches of one step on each data-parallel rank (m).
         chunks: chunks per stage (v).
+        delayed: True to delay the weight gradients (`parallel.delay_weight_gradients`).
 
     Raises:
         ParallelLayoutError: a count is below 1, gpipe has several chunks, or `interleaved` refuses
@@ -208,16 +235,18 @@ def build_schedule(
             "parallel.pipeline_schedule is gpipe and parallel.virtual_pipeline_model_parallel_size "
             f"is {chunks}: only 1f1b can be interleaved, set the former to 1f1b or the latter to 1"
         )
-    if chunks > 1:
-        return interleaved(stages, micro_batches, chunks)
     _check_counts(stages, micro_batches, chunks)
-    return (gpipe if kind == "gpipe" else one_f_one_b)(stages, micro_batches)
+    if chunks > 1:
+        schedule = interleaved(stages, micro_batches, chunks)
+    else:
+        schedule = (gpipe if kind == "gpipe" else one_f_one_b)(stages, micro_batches)
+    return delay_weight_gradients(schedule) if delayed else schedule
 
 
 def max_in_flight(passes: Sequence[Pass]) -> int:
     """Return the maximum number of a stage's forward passes that await their backward pass."""
-    steps = (1 if each.direction is Direction.FORWARD else -1 for each in passes)
-    return max(accumulate(steps), default=0)
+    steps = {Direction.FORWARD: 1, Direction.BACKWARD: -1, Direction.WEIGHTS: 0}
+    return max(accumulate(steps[each.direction] for each in passes), default=0)
 
 
 def _in_order(
@@ -242,6 +271,19 @@ def _in_turn(stages: int, micro_batches: int, chunks: int, *, warm_up: int) -> t
     backwards = _in_order(Direction.BACKWARD, stages, micro_batches, chunks)
     steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return (*forwards[:warm_up], *steady, *backwards[max(0, len(forwards) - warm_up) :])
+
+
+def _with_weight_gradients(passes: Sequence[Pass], *, delayed: int) -> tuple[Pass, ...]:
+    """Return the passes with weight gradients `delayed` backward passes after their own."""
+    order: list[Pass] = []
+    waiting: deque[Pass] = deque()
+    for each in passes:
+        order.append(each)
+        if each.direction is Direction.BACKWARD:
+            waiting.append(each._replace(direction=Direction.WEIGHTS))
+            if len(waiting) > delayed:
+                order.append(waiting.popleft())
+    return (*order, *waiting)
 
 
 def _check_counts(stages: int, micro_batches: int, chunks: int) -> None:
@@ -292,11 +334,28 @@ class Timeline:
         """
         return len(self.spans) * self.makespan / sum(self.busy) - 1
 
+    @property
+    def delayed(self) -> bool:
+        """True if weight gradients are separate passes."""
+        return any(span.work.direction is Direction.WEIGHTS for span in self.spans[0])
+
+    @cached_property
+    def equal_bubble(self) -> float:
+        """Bubble fraction if all chunks cost the same and messages take no time.
+
+        A backward pass takes twice as long as a forward pass, and weight gradients are half of it.
+        The fraction is then (pp - 1) / (m v), and with delayed weight gradients a third of it (two
+        thirds with GPipe), if there are at least pp micro batches.
+        """
+        passes = tuple(tuple(span.work for span in spans) for spans in self.spans)
+        return simulate(passes).bubble_fraction
+
 
 def simulate(
     schedule: Schedule,
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    weights: Sequence[float] | None = None,
     *,
     latency: float = 0.0,
 ) -> Timeline:
@@ -309,15 +368,22 @@ def simulate(
         schedule: passes of every stage.
         forward: time of a forward pass through each of the model's chunks; None means 1 for all.
         backward: time of a backward pass; None means twice the forward pass.
+        weights: time of the weight gradients in it, which counts if the schedule delays them; None
+            means half of the backward pass.
         latency: time between the end of a pass and the arrival of its message.
 
     Raises:
-        ScheduleError: the stages wait for each other, or a backward pass precedes its forward pass.
+        ScheduleError: the stages wait for each other, or a backward pass precedes its forward pass,
+            or weight gradients their backward pass.
     """
     pipeline = Pipeline.of(schedule)
     forward = (1.0,) * pipeline.model_chunks if forward is None else forward
     backward = [2 * duration for duration in forward] if backward is None else backward
-    world = _World(pipeline, {Direction.FORWARD: forward, Direction.BACKWARD: backward}, latency)
+    if any(each.direction is Direction.WEIGHTS for each in schedule[0]):
+        weights = [duration / 2 for duration in backward] if weights is None else weights
+        backward = [whole - part for whole, part in zip(backward, weights, strict=True)]
+    durations = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+    world = _World(pipeline, durations | {Direction.WEIGHTS: weights or ()}, latency)
     spans: list[list[Span]] = [[] for _ in schedule]
     remaining = sum(map(len, schedule))
     while remaining:
@@ -330,6 +396,10 @@ def simulate(
     return Timeline(tuple(map(tuple, spans)), pipeline.chunks)
 
 
+_NEEDED = {Direction.BACKWARD: Direction.FORWARD, Direction.WEIGHTS: Direction.BACKWARD}
+"""The pass of the same micro batch and chunk that another one needs."""
+
+
 @dataclass
 class _World:
     """State shared by the stages."""
@@ -340,8 +410,8 @@ class _World:
     latency: float
     arrivals: dict[Message, float] = field(default_factory=dict)
     """Arrival time of every message sent so far."""
-    forwards: set[tuple[int, int]] = field(default_factory=set)
-    """Micro batch and model chunk of every completed forward pass."""
+    completed: set[tuple[Direction, int, int]] = field(default_factory=set)
+    """Direction, micro batch and model chunk of every completed pass."""
 
     def advance(self, stage: int, passes: Sequence[Pass], spans: list[Span]) -> int:
         """Run the passes of a stage after `spans` until one has to wait; return their number."""
@@ -351,10 +421,10 @@ class _World:
             message = self.pipeline.receive(stage, each)
             if message is not None and message not in self.arrivals:
                 break
-            if each.direction is Direction.FORWARD:
-                self.forwards.add((each.micro_batch, chunk))
-            elif (each.micro_batch, chunk) not in self.forwards:
+            needed = _NEEDED.get(each.direction)
+            if needed and (needed, each.micro_batch, chunk) not in self.completed:
                 break
+            self.completed.add((each.direction, each.micro_batch, chunk))
             free = spans[-1].end if spans else 0.0
             start = max(free, self.arrivals[message]) if message is not None else free
             end = start + self.durations[each.direction][chunk]

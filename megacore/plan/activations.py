@@ -109,7 +109,7 @@ class Activations:
                     len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0
                 )
             )
-        return self._most(sizes, stage, micro_batches)
+        return self._most(sizes, [0] * len(sizes), stage, micro_batches)
 
     def chunk(self, chunk: ModelChunk) -> int:
         """Return the bytes that a chunk stores, without losses and logits."""
@@ -156,8 +156,14 @@ class Activations:
             Bytes of activations with those of a recomputed layer, and the largest number of micro
             batches whose logits exist at a time.
         """
-        activations = self._most([self.chunk(chunk) for chunk in chunks], stage, micro_batches)
-        losses = self._most([int(chunk.has_head) for chunk in chunks], stage, micro_batches)
+        kept, heads = (
+            [self._kept(chunk) for chunk in chunks],
+            [int(each.has_head) for each in chunks],
+        )
+        sizes = [self.chunk(chunk) for chunk in chunks]
+        activations = self._most(sizes, kept, stage, micro_batches)
+        delayed = self.config.parallel.delay_weight_gradients
+        losses = self._most(heads, heads if delayed else [0] * len(heads), stage, micro_batches)
         again = max((more for chunk in chunks for _, _, more in self._stacks(chunk)), default=0)
         return activations + again, losses
 
@@ -186,25 +192,31 @@ class Activations:
                 and in backward passes.
         """
         sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
+        kept = [self._kept(chunk) for chunk in chunks]
+        if self.config.parallel.delay_weight_gradients:
+            kept = [
+                size + logits * chunk.has_head for size, chunk in zip(kept, chunks, strict=True)
+            ]
         losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
         gradients = [self._backward(chunk, logits) for chunk in chunks]
         messages = [self._messages(chunks, posted) for posted in range(_AHEAD + 1)]
         passes = self._passes(stage, micro_batches, len(chunks))
         pipeline = Pipeline(self.config.parallel.pipeline_model_parallel_size, len(chunks))
-        first, last = (pipeline.model_chunk(stage, chunk) for chunk in (0, len(chunks) - 1))
-        starts = {Direction.FORWARD: 0 if first == 0 else None}
-        starts[Direction.BACKWARD] = len(chunks) - 1 if last == pipeline.model_chunks - 1 else None
-        receives = [each.chunk != starts[each.direction] for each in passes]
+        receives = [pipeline.receive(stage, each) is not None for each in passes]
         stored, left, peak = 0, sum(receives), 0
         for each, receive in zip(passes, receives, strict=True):
             left -= receive
-            if each.direction is Direction.FORWARD:
-                stored += sizes[each.chunk]
-                temporary, freed = losses[each.chunk] + buffers[0], 0
-            else:
-                temporary, freed = gradients[each.chunk] + buffers[1], sizes[each.chunk]
-            peak = max(peak, stored + messages[min(_AHEAD, left)] + temporary)
-            stored -= freed
+            change = _change(each, sizes, kept)
+            match each.direction:
+                case Direction.FORWARD:
+                    temporary = losses[each.chunk] + buffers[0]
+                case Direction.BACKWARD:
+                    temporary = gradients[each.chunk] + buffers[1]
+                case Direction.WEIGHTS:
+                    temporary = buffers[1]
+            most = max(stored, stored + change)
+            peak = max(peak, most + messages[min(_AHEAD, left)] + temporary)
+            stored += change
         return peak
 
     def _backward(self, chunk: ModelChunk, logits: int) -> int:
@@ -258,22 +270,42 @@ class Activations:
         if kind == "1f1b":
             # The number of micro batches in flight repeats after a few rounds.
             micro_batches = min(micro_batches, 3 * stages)
-        return _schedule(kind, stages, micro_batches, chunks)[stage]
+        delayed = parallel.delay_weight_gradients
+        return _schedule(kind, stages, micro_batches, chunks, delayed=delayed)[stage]
 
-    def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
+    def _most(
+        self, sizes: Sequence[int], kept: Sequence[int], stage: int, micro_batches: int
+    ) -> int:
         """Return the peak over a stage's schedule.
 
         Args:
             sizes: size of a micro batch on each chunk of the stage.
+            kept: size of it that delayed weight gradients need after the backward pass.
             stage: number of the pipeline stage.
             micro_batches: number of micro batches of a step.
         """
-        return max(
-            accumulate(
-                sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1)
-                for each in self._passes(stage, micro_batches, len(sizes))
-            )
-        )
+        passes = self._passes(stage, micro_batches, len(sizes))
+        return max(accumulate(_change(each, sizes, kept) for each in passes))
+
+    def _kept(self, chunk: ModelChunk) -> int:
+        """Return the bytes of a chunk, without logits, that delayed weight gradients need.
+
+        They are inputs and gradients of the outputs of all linear layers, whole sequences where
+        tensor-parallel ranks divide them.
+        """
+        if not self.config.parallel.delay_weight_gradients:
+            return 0
+        model, tensor, hidden = self.config.model, self._tensor, self.config.model.hidden_size
+        query = model.attention_size // tensor
+        ffn = model.ffn_size // tensor
+        attention = 2 * hidden + 2 * query + self._key_value
+        layer = attention + 2 * hidden + (3 if model.gated else 2) * ffn
+        tokens = len(chunk.layers) * self.tokens * layer
+        decoder = self._decoder_tokens * (layer + 2 * hidden + 2 * query)
+        decoder += self.tokens * (hidden + self._key_value)
+        tokens += len(chunk.decoder_layers) * decoder
+        head = hidden + (2 * hidden if self.config.family == "bert" else 0)
+        return self.element * (tokens + self.predictions * head * chunk.has_head)
 
     def loss_blocks(self, logits: int) -> int:
         """Return the additional bytes of the loss of a micro batch on a GPU.
@@ -523,3 +555,20 @@ class Activations:
         """
         parts = self._tensor if self.config.parallel.sequence_parallel else 1
         return element * tokens * self.config.model.hidden_size // parts
+
+
+def _change(each: Pass, sizes: Sequence[int], kept: Sequence[int]) -> int:
+    """Return by how much a pass changes what is stored.
+
+    Args:
+        each: pass.
+        sizes: what a forward pass of each chunk stores.
+        kept: what of it, or in its place, delayed weight gradients need after the backward pass.
+    """
+    match each.direction:
+        case Direction.FORWARD:
+            return sizes[each.chunk]
+        case Direction.BACKWARD:
+            return kept[each.chunk] - sizes[each.chunk]
+        case Direction.WEIGHTS:
+            return -kept[each.chunk]

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 
-_COLORS = {Direction.FORWARD: (0.122, 0.306, 0.475), Direction.BACKWARD: (0.784, 0.369, 0.118)}
+_COLORS = {
+    Direction.FORWARD: (0.122, 0.306, 0.475),
+    Direction.BACKWARD: (0.784, 0.369, 0.118),
+    Direction.WEIGHTS: (0.243, 0.494, 0.318),
+}
 """RGB colors of the first chunk's passes; later chunks have lighter shades."""
 _LIGHTEST = 0.58
 """Fraction of white in the color of the last chunk."""
@@ -260,7 +264,7 @@ def _write_number(
 def _label(figure: "Figure", axes: "Axes", timeline: Timeline, name: str) -> None:
     stages, chunks = len(timeline.spans), timeline.chunks
     micro_batches = 1 + max(span.work.micro_batch for span in timeline.spans[0])
-    equal = (stages - 1) / (micro_batches * chunks)
+    formula = "" if timeline.delayed else "(pp − 1) / (m · v) = "
     axes.set_title(
         f"{name}: pp {stages}, v {chunks}, m {micro_batches}: bubble "
         f"{timeline.bubble_fraction:.1%}",
@@ -268,7 +272,7 @@ def _label(figure: "Figure", axes: "Axes", timeline: Timeline, name: str) -> Non
         fontweight="bold",
     )
     axes.set_xlabel(
-        f"time; the bubble is idle time / compute time, (pp − 1) / (m · v) = {equal:.1%} with "
+        f"time; the bubble is idle time / compute time, {formula}{timeline.equal_bubble:.1%} with "
         "equal chunks",
         loc="left",
         color="#555555",

@@ -104,6 +104,7 @@ class Iteration:
         makespan = self._makespan(
             [each.total + blocking for each in forward],
             [each.total + blocking for each in backward],
+            [self.weight_gradients(chunk) for chunk in chunks],
             slowest.total + sent,
             latency,
         )
@@ -167,10 +168,12 @@ class Iteration:
             self.layout.pipeline,
             self.micro_batches,
             parallel.virtual_pipeline_model_parallel_size,
+            delayed=parallel.delay_weight_gradients,
         )
         forward = [self.forward(chunk).total + blocking for chunk in chunks]
         backward = [self.backward(chunk).total + blocking for chunk in chunks]
-        return simulate(schedule, forward, backward, latency=latency)
+        weights = [self.weight_gradients(chunk) for chunk in chunks]
+        return simulate(schedule, forward, backward, weights, latency=latency)
 
     def _message_times(self) -> tuple[float, float]:
         """Return the seconds of a message in which its stage waits, and those that it hides."""
@@ -235,6 +238,14 @@ class Iteration:
             layers += self.decoder_layer.recomputing * again
             layers += self.decoder_layer.backward * (decoder - again)
         return layers + self._ends(chunk, backward=True)
+
+    def weight_gradients(self, chunk: ModelChunk) -> float:
+        """Return the time of the weight gradients in a chunk's backward pass."""
+        head = sum(self.rates.product(n, k, m) for m, n, k in self._head(chunk))
+        total = self.layer.weights * len(chunk.layers) + self._started(Pass(head), 0.0).compute
+        if chunk.decoder_layers:
+            total += self.decoder_layer.weights * len(chunk.decoder_layers)
+        return total
 
     @cached_property
     def layer(self) -> "LayerTimes":
@@ -319,7 +330,8 @@ class Iteration:
         head = heads, model.head_dim
         attention = sum(core.forward(rates, *head, self.software) for core in cores)
         device = sum(rates.product(*shape) for shape in linear) + attention + streamed
-        back = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
+        weights = sum(rates.product(n, k, m) for m, n, k in linear)
+        back = sum(rates.product(m, k, n) for m, n, k in linear) + weights
         back += sum(core.backward(rates, *head, self.software) for core in cores)
         back += rates.elementwise(size, backward=True)
         collective = Group(self.machine, tensor, shared=True).all_reduce(rates.element * hidden)
@@ -341,6 +353,7 @@ class Iteration:
             forward=self._started(forward, start),
             backward=self._started(backward, start_back),
             recomputing=self._started(backward + again, start_back + restart),
+            weights=self._started(Pass(weights), 0.0).compute,
         )
 
     def _copied(self, parts: int) -> float:
@@ -372,11 +385,8 @@ class Iteration:
             total += Pass(host.embedding_us * 1e-6)
         if not chunk.has_head:
             return total
-        model, tensor = self.config.model, self.layout.tensor
-        tokens = self.decoder_tokens if self.config.family == "t5" else self.tokens
-        vocabulary = self.spec.padded_vocab_size // tensor
-        linear = [(tokens, vocabulary, model.hidden_size)]
-        linear += [(tokens, model.hidden_size, model.hidden_size)] * (self.config.family == "bert")
+        tensor, linear = self.layout.tensor, self._head(chunk)
+        tokens, vocabulary, _ = linear[0]
         if backward:
             device = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
         else:
@@ -385,6 +395,18 @@ class Iteration:
         collective = Group(self.machine, tensor, shared=True).all_reduce(4.0 * tokens)
         exchanged = (1 if backward else 3) * collective if tensor > 1 else 0.0
         return total + self._started(Pass(device, exchanged), host.head_us)
+
+    def _head(self, chunk: ModelChunk) -> list[tuple[int, int, int]]:
+        """Return the products [tokens, k] x [k, n] of a chunk's head; none if it has no head."""
+        if not chunk.has_head:
+            return []
+        tokens = self.decoder_tokens if self.config.family == "t5" else self.tokens
+        vocabulary, hidden = (
+            self.spec.padded_vocab_size // self.layout.tensor,
+            self.config.model.hidden_size,
+        )
+        dense = [(tokens, hidden, hidden)] if self.config.family == "bert" else []
+        return [(tokens, vocabulary, hidden), *dense]
 
     def message(self) -> float:
         """Return the seconds of a message between two pipeline stages; 0 with one stage."""
@@ -412,6 +434,7 @@ class Iteration:
         self,
         forward: Sequence[float],
         backward: Sequence[float],
+        weights: Sequence[float],
         pace: float,
         latency: float,
     ) -> float:
@@ -423,12 +446,20 @@ class Iteration:
         parallel, stages, micro = self.config.parallel, self.layout.pipeline, self.micro_batches
         if stages == 1:
             return micro * pace
-        kind = parallel.pipeline_schedule
+        kind, delayed = parallel.pipeline_schedule, parallel.delay_weight_gradients
         simulated = min(micro, _STEADY * stages)
         if kind == "gpipe":
             pace = max(forward) + max(backward)
         virtual = parallel.virtual_pipeline_model_parallel_size
-        filled = _simulated(kind, simulated, virtual, tuple(forward), tuple(backward), latency)
+        filled = _simulated(
+            kind,
+            simulated,
+            virtual,
+            tuple(forward),
+            tuple(backward),
+            tuple(weights) if delayed else None,
+            latency,
+        )
         return filled + (micro - simulated) * pace
 
     def data(self, parameters: int, layers: int, makespan: float) -> float:
@@ -569,11 +600,16 @@ def _simulated(
     virtual: int,
     forward: tuple[float, ...],
     backward: tuple[float, ...],
+    weights: tuple[float, ...] | None,
     latency: float,
 ) -> float:
-    """Return the makespan of a schedule whose chunks have these times."""
-    schedule = build_schedule(kind, len(forward) // virtual, micro_batches, virtual)
-    return simulate(schedule, forward, backward, latency=latency).makespan
+    """Return the makespan of a schedule whose chunks have these times.
+
+    `weights` are the times of weight gradients that are delayed, None if they are not.
+    """
+    stages, delayed = len(forward) // virtual, weights is not None
+    schedule = build_schedule(kind, stages, micro_batches, virtual, delayed=delayed)
+    return simulate(schedule, forward, backward, weights, latency=latency).makespan
 
 
 @dataclass(frozen=True)
@@ -596,6 +632,8 @@ class LayerTimes:
     backward: Pass
     recomputing: Pass
     """Backward pass with the configured recomputation."""
+    weights: float
+    """Weight gradients in the backward pass."""
 
 
 def _bounded(work: Pass, host_us: float) -> Pass:

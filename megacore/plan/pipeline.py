@@ -46,12 +46,9 @@ class PipelinePlan:
     def name(self) -> str:
         """Names of the configuration and the schedule."""
         kind = "GPipe" if self.config.parallel.pipeline_schedule == "gpipe" else "1F1B"
-        return f"{self.config.name}, {'interleaved ' if self.timeline.chunks > 1 else ''}{kind}"
-
-    @property
-    def equal_bubble(self) -> float:
-        """Bubble time / compute time if all chunks cost the same: (pp - 1) / (m v)."""
-        return (self.layout.pipeline - 1) / (self.micro_batches * self.timeline.chunks)
+        interleaved = "interleaved " if self.timeline.chunks > 1 else ""
+        delayed = ", weight gradients delayed" if self.timeline.delayed else ""
+        return f"{self.config.name}, {interleaved}{kind}{delayed}"
 
     def summary(self) -> str:
         """Return two lines with the layout and the bubble."""
@@ -68,7 +65,7 @@ class PipelinePlan:
             f"micro batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on "
             f"each replica, {train.global_batch_size} samples per step{engine}\n"
             f"{self.name}: bubble {self.timeline.bubble_fraction:.1%} of the compute time, "
-            f"{self.equal_bubble:.1%} if all chunks cost the same"
+            f"{self.timeline.equal_bubble:.1%} if all chunks cost the same"
         )
 
     def table(self) -> Table:

@@ -484,14 +484,18 @@ class _Space:
         """Return a lower bound of the seconds that `Iteration.predict` returns.
 
         Before a stage's first pass, a micro batch passes forward through the stages before it, and
-        after its last one a gradient passes back through them.
+        after its last one a gradient passes back through them; delayed weight gradients come
+        after that.
         """
         stages, micro = iteration.layout.pipeline, iteration.micro_batches
         message, fill, makespan = iteration.message(), 0.0, 0.0
         times = [sum(shape.times(chunk)) for chunk in chunks]
+        delayed = iteration.config.parallel.delay_weight_gradients
         for stage in range(stages):
             makespan = max(makespan, fill + micro * sum(times[stage::stages]))
             fill += times[stage] + 2 * message
+            if delayed:
+                fill -= iteration.weight_gradients(chunks[stage])
         layers = max(
             sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
             for stage in range(stages)

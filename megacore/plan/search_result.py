@@ -83,6 +83,8 @@ class Choice:
         }
         if self.context != config.parallel.context_parallel_size:
             values["parallel.context_parallel_size"] = self.context
+        if config.parallel.delay_weight_gradients:
+            values["parallel.delay_weight_gradients"] = self.pipeline > 1 and self.zero < 2
         if self.recompute == "none" and config.train.recompute_num_layers is not None:
             values["train.recompute_num_layers"] = None
         if config.engine == "native":

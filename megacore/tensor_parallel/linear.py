@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.kernels.implementation import differentiable, operator
-from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
     all_gather,
@@ -327,12 +326,16 @@ class GradSink(Protocol):
     """Sum of all contributions: fp32, in the weight's shape."""
 
     @property
-    def add_product(self) -> WeightGradient:
-        """Function that adds the weight gradient of a linear layer to a main gradient."""
+    def delays(self) -> bool:
+        """True if `add_product` keeps its arguments for later."""
+        ...
+
+    def add_product(self, dy: Tensor, x: Tensor) -> None:
+        """Add the gradient dyᵀ x of a linear layer's weight, and record the contribution."""
         ...
 
     def accumulated(self) -> None:
-        """Record that one contribution has been added."""
+        """Record that one other contribution has been added."""
         ...
 
 
@@ -357,8 +360,7 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
     """
     if sink is None:
         return dy.t() @ x
-    sink.add_product(sink.main_grad, dy, x)
-    sink.accumulated()
+    sink.add_product(dy, x)
     return None
 
 
@@ -532,11 +534,15 @@ def _linear_backward_operator(
     tp = group_of(group)
     if Distribution[output_on] is Distribution.OWN_POSITIONS:
         grads = [all_gather(grad, tp, SEQUENCE) for grad in grads]
+    grad_sinks = [_SINKS[int(key)] for key in sinks]
+    if any(sink.delays for sink in grad_sinks):
+        # The compiled graph may reuse the memory of its tensors after this operator.
+        grads, x = [grad.clone() for grad in grads], x.clone()
     dx, weight_grads, bias_grads = _gradients(
         grads,
         x,
         weights,
-        [_SINKS[int(key)] for key in sinks] or [None] * len(weights),
+        grad_sinks or [None] * len(weights),
         tp,
         Distribution[input_on],
         [True, False, False, *[True, with_bias] * len(weights)],

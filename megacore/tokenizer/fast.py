@@ -83,9 +83,9 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
 
 def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> str | None:
     """Return the first text that the two encode differently, or None."""
-    with ThreadPoolExecutor(1, "megacore-compare") as second:
+    with ThreadPoolExecutor(1, "megacore-compare") as pool:
         # `tokenizers` encodes without the GIL, while gigatoken's first call imports its library.
-        encoding = second.submit(tokenizer.encode_flat, texts)
+        encoding = pool.submit(tokenizer.encode_flat, texts)
         actual, expected = encoder.encode_flat(texts), encoding.result()
     if np.array_equal(expected.lengths, actual.lengths) and np.array_equal(
         expected.ids, actual.ids

@@ -255,6 +255,34 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "pipeline 2 or tensor 2 x pipeline 1"
         ),
     ),
+    "delayed weight gradients without stages": (
+        {"parallel__delay_weight_gradients": True},
+        (
+            "parallel.delay_weight_gradients is true but parallel.pipeline_model_parallel_size is "
+            "1, so that no stage waits for the gradient of its output: set "
+            "parallel.delay_weight_gradients to false"
+        ),
+    ),
+    "delayed weight gradients with divided gradients": (
+        {
+            "pp": 2,
+            "ranks": 4,
+            "parallel__delay_weight_gradients": True,
+            "parallel__data_parallel_sharding": "gradients",
+        },
+        (
+            "parallel.delay_weight_gradients is true but parallel.data_parallel_sharding is "
+            "gradients, which reduces the gradients when each backward pass ends: set "
+            "parallel.delay_weight_gradients to false"
+        ),
+    ),
+    "delayed weight gradients in DeepSpeed's pipeline": (
+        {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__delay_weight_gradients": True},
+        (
+            "parallel.delay_weight_gradients is true but engine is deepspeed, whose backward "
+            "passes are whole: set it to false, or set engine to native"
+        ),
+    ),
     "gpipe in DeepSpeed's pipeline": (
         {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_schedule": "gpipe"},
         (
@@ -319,6 +347,13 @@ def proposals(message: str) -> list[tuple[int, int, int, int]]:
         {"pp": 3, "parallel__pipeline_partition": [5, 7, 0]},
         {"pp": 2, "v": 2, "parallel__pipeline_partition": [3, 3, 3, 3]},
         {"pp": 2, "parallel__pipeline_schedule": "gpipe"},
+        {"pp": 2, "v": 2, "parallel__delay_weight_gradients": True},
+        {
+            "pp": 2,
+            "ranks": 4,
+            "parallel__delay_weight_gradients": True,
+            "parallel__data_parallel_sharding": "optimizer",
+        },
         {"ranks": 1, "parallel__data_parallel_sharding": "optimizer"},
         {"ranks": 1, "parallel__data_parallel_sharding": "parameters"},
         {"ranks": 4, "pp": 2, "parallel__data_parallel_sharding": "gradients"},

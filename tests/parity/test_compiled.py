@@ -4,7 +4,7 @@ import pytest
 
 from tests._dist import run_distributed
 from tests.parity._training import Case, Result, train_all
-from tests.parity.test_layouts import CP2, LLAMA, M4, PP2, SP, TP2, ZERO3, compare
+from tests.parity.test_layouts import CP2, DELAYED, LLAMA, M4, PP2, SP, TP2, ZERO3, compare
 
 pytestmark = pytest.mark.slow
 COMPILED = {"compile": "on"}
@@ -13,6 +13,7 @@ CASES = {
     "tp2 sp": Case(TP2 | SP, COMPILED, SHORT),
     "llama cp2": Case(CP2, COMPILED, LLAMA | SHORT),
     "pp2, selective recomputation": Case(PP2, COMPILED | M4 | {"recompute": "selective"}, SHORT),
+    "pp2 delayed": Case(PP2 | DELAYED, COMPILED | M4, SHORT),
     "llama dp2 parameters, full recomputation": Case(
         ZERO3, COMPILED | M4 | {"recompute": "full"}, LLAMA | SHORT
     ),

@@ -21,6 +21,7 @@ CP4 = {"context_parallel_size": 4}
 SP = {"sequence_parallel": True}
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
+DELAYED = {"delay_weight_gradients": True}
 ZERO1, ZERO2, ZERO3 = (
     {"data_parallel_sharding": state} for state in ("optimizer", "gradients", "parameters")
 )
@@ -138,6 +139,9 @@ TWO_RANKS = {
     "pp2 interleaved, separate documents": Case(PP2 | INTERLEAVED, data=DOCUMENTS),
     "pp2 gpipe": Case(PP2 | GPIPE, M4),
     "pp2 interleaved": Case(PP2 | INTERLEAVED, M4),
+    "pp2 delayed": Case(PP2 | DELAYED, M4),
+    "pp2 interleaved, delayed": Case(PP2 | INTERLEAVED | DELAYED, M4 | {"recompute": "full"}),
+    "muon pp2 delayed": muon(PP2 | DELAYED, train=M4),
     "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
     "dp2": Case(),
     "dp2 distributed optimizer": Case(ZERO1),
@@ -158,6 +162,7 @@ TWO_RANKS = {
     "llama tp2": llama(TP2),
     "llama tp2 sp": llama(TP2 | SP),
     "llama pp2": llama(PP2, train=M4),
+    "llama pp2 delayed": llama(PP2 | DELAYED, train=M4),
     "llama pp2, plain kernels": llama(PP2, train=M4 | PLAIN),
     "llama dp2 distributed optimizer": llama(ZERO1),
     "gemma2 tp2 sp": llama(TP2 | SP, GEMMA2),
@@ -198,6 +203,7 @@ TWO_RANKS = {
     "partial dynamic rope cp2": replace(llama(CP2), model=DYNAMIC),
     "bert tp2 sp": bert(TP2 | SP),
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
+    "bert pp2 delayed, dropout": bert(PP2 | DELAYED, **DROPOUT),
     "bert pp2, dropout": bert(PP2, **DROPOUT),
     "bert dp2": bert({}, norm_position="post", activation="gelu"),
     "bert dp2, plain kernels": replace(
@@ -206,6 +212,7 @@ TWO_RANKS = {
     "t5 tp2": t5(TP2),
     "t5 tp2 sp": t5(TP2 | SP, T5_V11),
     "t5 pp2": t5(PP2),
+    "t5 pp2 delayed": t5(PP2 | DELAYED, T5_V11),
     "t5 pp2, dropout and full recomputation": t5(PP2, T5 | DROPOUT, train={"recompute": "full"}),
     "t5 dp2 distributed optimizer": t5(ZERO1, T5_V11),
     "t5 dp2 distributed optimizer, plain kernels": t5(ZERO1, T5_V11, train=PLAIN),
@@ -233,6 +240,12 @@ FOUR_RANKS = {
     "tp2 pp2 sp interleaved, recomputation of one layer": Case(
         TP2 | PP2 | SP | INTERLEAVED, {"recompute": "full", "recompute_num_layers": 1}
     ),
+    "pp4 delayed": Case(PP4 | DELAYED, M8),
+    "tp2 pp2 sp delayed, bf16": Case(TP2 | PP2 | SP | DELAYED, BF16 | M4, SMALL),
+    "dp2 pp2 interleaved, delayed, distributed optimizer": Case(
+        PP2 | INTERLEAVED | DELAYED | ZERO1 | SMALL_BUCKETS, M8
+    ),
+    "llama cp2 pp2 delayed": Case(CP2 | PP2 | DELAYED, M4, model=LLAMA),
     "pp4, separate documents": Case(PP4, data=DOCUMENTS),
     "dp2 pp2 interleaved, distributed optimizer": Case(
         PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}
@@ -271,6 +284,7 @@ FAST = {
     "cp2, dropout",
     "llama tp2 sp",
     "llama pp2",
+    "pp2 interleaved, delayed",
     "bert dp2",
     "t5 pp2",
     "t5 dp2 distributed optimizer",
@@ -375,6 +389,18 @@ def test_two_ranks_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2 delayed", "muon pp2 delayed", "bert pp2 delayed, dropout"])
+def test_delayed_weight_gradients_give_the_same_bits(
+    name: str, two_ranks: list[dict[str, Result]]
+) -> None:
+    for rank in two_ranks:
+        whole, delayed = rank[name.replace(" delayed", "")], rank[name]
+        assert delayed.losses == whole.losses
+        assert delayed.grad_norms == whole.grad_norms
+        assert delayed.validation == whole.validation
 
 
 @pytest.mark.slow

@@ -14,12 +14,17 @@ class Case(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        return _build(self)
+        return _build(self, delayed=False)
+
+    @property
+    def delayed(self) -> Schedule:
+        """The schedule with delayed weight gradients."""
+        return _build(self, delayed=True)
 
 
 @cache
-def _build(case: Case) -> Schedule:
-    return build_schedule(*case)
+def _build(case: Case, *, delayed: bool) -> Schedule:
+    return build_schedule(*case, delayed=delayed)
 
 
 def _micro_batches(stages: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The executor with stages that compute by hand."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,12 +15,21 @@ from megacore.pipeline_parallel.schedules import Pipeline, Schedule, build_sched
 from tests._dist import run_distributed, still_alive
 
 SHAPE = torch.Size((2, 3))
-CASES = {
+CASES: dict[str, Any] = {
     "1f1b": ("1f1b", 5, 1),
     "gpipe": ("gpipe", 5, 1),
     "interleaved": ("1f1b", 8, 2),
     "interleaved, 3 chunks": ("1f1b", 4, 3),
+    "delayed": ("1f1b", 5, 1, True),
+    "interleaved, delayed": ("1f1b", 8, 2, True),
 }
+"""Kind of schedule, micro batches, chunks, and True for delayed weight gradients."""
+
+
+def schedule_of(
+    kind: Literal["gpipe", "1f1b"], micro_batches: int, chunks: int, delayed: bool = False
+) -> Schedule:
+    return build_schedule(kind, 2, micro_batches, chunks, delayed=delayed)
 
 
 class Multiply:
@@ -58,6 +67,9 @@ class Multiply:
         assert (grad is None) == (self.numbers[chunk] == self.last)
         torch.autograd.backward(output, grad)
 
+    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        self.order.append(("weight gradients", micro_batch, chunk))
+
 
 def run_case(mesh: ProcessMesh, schedule: Schedule, *, training: bool) -> dict[str, Any]:
     pipeline, stage = Pipeline.of(schedule), mesh.pipeline_parallel.rank
@@ -80,11 +92,9 @@ def run() -> dict[str, Any]:
 
 def run_cases(mesh: ProcessMesh) -> dict[str, Any]:
     results = {}
-    for name, (kind, micro_batches, chunks) in CASES.items():
+    for name, case in CASES.items():
         still_alive()
-        results[name] = run_case(
-            mesh, build_schedule(kind, 2, micro_batches, chunks), training=True
-        )
+        results[name] = run_case(mesh, schedule_of(*case), training=True)
     # Far more than may be in flight at a time, and no multiple of the stages.
     results["forward only"] = run_case(mesh, forward_only(2, 25, 2), training=False)
     return results
@@ -110,12 +120,12 @@ def expected(micro_batches: int, chunks: int) -> tuple[dict[int, float], dict[in
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_the_closed_form(name: str, ranks: list[dict[str, Any]]) -> None:
-    kind, micro_batches, chunks = CASES[name]
+    _, micro_batches, chunks, *_ = CASES[name]
     losses, gradients = expected(micro_batches, 2 * chunks)
     assert ranks[1][name]["losses"] == losses
     stage_gradients = ranks[0][name]["gradients"] | ranks[1][name]["gradients"]
     assert stage_gradients == pytest.approx(gradients, rel=1e-12)
-    schedule = build_schedule(kind, 2, micro_batches, chunks)
+    schedule = schedule_of(*CASES[name])
     for stage in (0, 1):
         assert ranks[stage][name]["order"] == [
             (p.direction.value, p.micro_batch, p.chunk) for p in schedule[stage]

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 
@@ -25,7 +26,7 @@ from megacore.pipeline_parallel.schedules import (
 )
 from tests.pipeline_parallel._grid import CASES, FLAT, INTERLEAVED
 
-LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B"}
+LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B", Direction.WEIGHTS: "W"}
 
 
 def written(passes: tuple[Pass, ...]) -> str:
@@ -87,7 +88,7 @@ def test_every_micro_batch_passes_every_chunk_once_forward_first() -> None:
     for case in CASES:
         everything = {
             Pass(direction, micro_batch, chunk)
-            for direction in Direction
+            for direction in (Direction.FORWARD, Direction.BACKWARD)
             for micro_batch in range(case.micro_batches)
             for chunk in range(case.chunks)
         }
@@ -176,6 +177,31 @@ def test_interleaved_equals_the_figure_of_the_paper() -> None:
         "B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4.0 B0.0 F5.0 B1.0 F6.0 B2.0 F7.0 B3.0 F4.1 B4.1 F5.1 "
         "B5.1 F6.1 B6.1 F7.1 B7.1 B4.0 B5.0 B6.0 B7.0"
     )
+
+
+def test_delayed_weight_gradients_equal_a_schedule_by_hand() -> None:
+    first, last = build_schedule("1f1b", 2, 3, delayed=True)
+    assert written(first) == "F0.0 F1.0 B0.0 W0.0 F2.0 B1.0 W1.0 B2.0 W2.0"
+    assert written(last) == "F0.0 B0.0 F1.0 B1.0 W0.0 F2.0 B2.0 W1.0 W2.0"
+
+
+def test_delayed_weight_gradients_only_add_passes_and_keep_their_order() -> None:
+    for case in CASES:
+        for stage, passes in enumerate(case.delayed):
+            others = tuple(each for each in passes if each.direction is not Direction.WEIGHTS)
+            assert others == case.schedule[stage], case
+            backward, weights = (
+                [each[1:] for each in passes if each.direction is direction]
+                for direction in (Direction.BACKWARD, Direction.WEIGHTS)
+            )
+            assert weights == backward, case
+            steps = {Direction.FORWARD: 0, Direction.BACKWARD: 1, Direction.WEIGHTS: -1}
+            waiting = list(accumulate(steps[each.direction] for each in passes))
+            assert min(waiting) == waiting[-1] == 0, case
+            # one is between its own backward pass and the next place for weight gradients
+            assert max(waiting) == min(stage + 1, len(weights)), case
+            assert max_in_flight(passes) == max_in_flight(case.schedule[stage])
+        assert messages(case.delayed) == messages(case.schedule)
 
 
 def test_messages_of_two_stages_equal_those_by_hand() -> None:
@@ -279,6 +305,36 @@ def test_the_bubble_does_not_depend_on_the_ratio_of_forward_and_backward(
         assert timeline.bubble_fraction == pytest.approx(
             (case.stages - 1) / (case.micro_batches * case.chunks)
         ), case
+
+
+def test_delayed_weight_gradients_leave_a_third_of_the_bubble() -> None:
+    # Qi et al. 2023, table 1: ZB-H1 with equal forward, input-gradient and weight-gradient passes.
+    for case in CASES:
+        whole = (case.stages - 1) / (case.micro_batches * case.chunks)
+        timeline = simulate(case.delayed)
+        if case.kind == "1f1b" and case.micro_batches >= case.stages:
+            assert timeline.bubble_fraction == pytest.approx(whole / 3), case
+        elif case.kind == "1f1b":
+            assert timeline.bubble_fraction <= whole * 2 / 3 + 1e-9, case
+        else:
+            assert timeline.bubble_fraction == pytest.approx(whole * 2 / 3), case
+        assert timeline.equal_bubble == timeline.bubble_fraction
+
+
+@pytest.mark.parametrize(("forward", "inputs", "weights"), [(2, 3, 2), (1, 1, 0.5), (3, 2, 1)])
+def test_the_bubble_with_delayed_weight_gradients_is_that_of_the_paper(
+    forward: float, inputs: float, weights: float
+) -> None:
+    for stages, micro_batches in ((2, 4), (4, 8), (4, 9), (8, 32)):
+        timeline = simulate(
+            build_schedule("1f1b", stages, micro_batches, delayed=True),
+            [forward] * stages,
+            [inputs + weights] * stages,
+            [weights] * stages,
+        )
+        idle = (stages - 1) * (forward + inputs - weights)
+        whole = micro_batches * (forward + inputs + weights)
+        assert timeline.makespan == pytest.approx(whole + idle)
 
 
 def test_two_stages_equal_a_timeline_by_hand() -> None:
