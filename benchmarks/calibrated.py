@@ -57,6 +57,7 @@ TP, PP, VP, CP = (
     "context_parallel_size",
 )
 SP, ZERO = {"sequence_parallel": True}, {"data_parallel_sharding": "optimizer"}
+DELAYED = {"delay_weight_gradients": True}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Run:
     def name(self) -> str:
         """Model and layout."""
         short = {TP: "tp", PP: "pp", VP: "v", CP: "cp", "sequence_parallel": "sp"}
-        short["data_parallel_sharding"] = "sharded "
+        short |= {"data_parallel_sharding": "sharded ", "delay_weight_gradients": "delayed"}
         parts = [
             f"{short[key]}{'' if value is True else value}" for key, value in self.parallel.items()
         ]
@@ -166,11 +167,15 @@ RUNS = (
     Run("13m", 2, 1, 8, {PP: 2}),
     Run("13m", 2, 1, 8, {PP: 2, VP: 2}),
     Run("13m", 2, 2, 4, {PP: 2}),
+    Run("13m", 2, 1, 8, {PP: 2} | DELAYED),
+    Run("13m", 2, 1, 8, {PP: 2, VP: 2} | DELAYED),
+    Run("13m", 2, 2, 4, {PP: 2} | DELAYED),
     Run("13m", 2, 4, 8),
     Run("13m", 2, 4, 8, ZERO),
     Run("13m", 2, 1, 8, ZERO),
     Run("wide", 2, 2, 4, {TP: 2}),
     Run("wide", 2, 1, 4, {PP: 2}),
+    Run("wide", 2, 1, 4, {PP: 2} | DELAYED),
     Run("wide", 2, 2, 4),
     Run("wide", 2, 2, 4, ZERO),
     Run("13m", 2, 4, 8, {CP: 2}),

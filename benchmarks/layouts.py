@@ -24,6 +24,8 @@ GOALS = (
     ("tp2", REFERENCE, 0.95),
     ("pp2 interleaved", REFERENCE, 0.85),
     ("pp2", REFERENCE, 0.80),
+    ("pp2 delayed", "pp2", 1.03),
+    ("pp2 interleaved, delayed", "pp2 interleaved", 1.02),
     ("dp2", "torch ddp", 1.0),
     ("dp2", "torch ddp, plain model", 1.0),
 )

@@ -282,6 +282,7 @@ _SEQUENCE = {"parallel__sequence_parallel": True}
 _INTERLEAVED = {"parallel__virtual_pipeline_model_parallel_size": 2}
 _LARGEST = _SEQUENCE | {"parallel__data_parallel_sharding": "optimizer"}
 _T5 = {"train__micro_batch_size": 16}
+_DELAYED = {"parallel__delay_weight_gradients": True, "parallel__pipeline_partition": [2, 2]}
 MEMORY = {
     "gpt, full recomputation": _divided("gpt2-345m", 0, train__recompute="full"),
     "gpt, selective recomputation": _divided("gpt2-345m", 0, train__recompute="selective"),
@@ -308,6 +309,16 @@ MEMORY = {
     "llama, last stage": _divided("llama-1b", 7, 2, 2, 2, **_LARGEST),
     "llama, interleaved, first stage": _divided("llama-1b", 0, pipeline=2, **_INTERLEAVED),
     "llama, interleaved, last stage": _divided("llama-1b", 1, pipeline=2, **_INTERLEAVED),
+    "gpt, delayed, first stage": _divided(
+        "gpt2-345m", 0, pipeline=2, train__recompute="none", **_DELAYED
+    ),
+    "gpt, delayed, last stage": _divided(
+        "gpt2-345m", 1, pipeline=2, train__recompute="none", **_DELAYED
+    ),
+    "gpt, delayed, full recomputation": _divided(
+        "gpt2-345m", 1, pipeline=2, train__recompute="full", **_DELAYED
+    ),
+    "llama, delayed, last stage": _divided("llama-1b", 3, 2, 2, **_DELAYED, **_SEQUENCE),
     "llama, gpipe": _divided(
         "llama-1b", 0, pipeline=2, parallel__pipeline_schedule="gpipe", train__micro_batch_size=2
     ),
