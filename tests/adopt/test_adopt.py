@@ -394,6 +394,14 @@ def test_offloaded_zero_2_is_deepspeed(tmp_path: Path) -> None:
     assert second.train.train_iters == math.ceil(300e6 / 1024 / 128)
 
 
+def test_zero_bubble_schedules_are_delayed_weight_gradients(tmp_path: Path) -> None:
+    flags = "--overlap-grad-reduce --enable-zbh1-pipeline --enable-zbh1-exact-semantics"
+    result = adopted(tmp_path, "gpt.sh", SCRIPT.replace("--overlap-grad-reduce", flags))
+    parallel = config_of(tmp_path, result).parallel
+    assert parallel.delay_weight_gradients
+    assert parallel.pipeline_model_parallel_size == 2
+
+
 def test_curriculum_learning_of_the_json_is_refused(tmp_path: Path) -> None:
     text = DEEPSPEED_SCRIPT.replace(
         '"steps_per_print": 10', '"curriculum_learning": {"enabled": true}'
