@@ -172,6 +172,8 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     _print_table(planned.table())
     if planned.lighter is not None:
         _print(planned.lighter)
+    if planned.faster is not None:
+        _print(planned.faster)
     run, ranks = planned.time, planned.layout.world_size
     precision = hardware.resolve_precision(config.train.precision)
     _print(

@@ -18,6 +18,8 @@ from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
 from megacore.plan.throughput import RunTime, planned_iteration, predict_run
 
+_FASTER = 0.98
+"""Share of the predicted time below which delayed weight gradients are worth a sentence."""
 _MOST_PASSES = 50_000
 """Most forward passes of a simulated step: more take longer than a user waits."""
 
@@ -41,6 +43,8 @@ class PipelinePlan:
     lighter: str | None = None
     """Sentence about a lighter recomputation that fits into this host's GPUs; None if there is
     none."""
+    faster: str | None = None
+    """Sentence about delayed weight gradients; None if they are not faster, or not possible."""
 
     @property
     def name(self) -> str:
@@ -150,6 +154,20 @@ def plan_pipeline(
         host = hardware.memory // len(gpus)
         deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host)
         lighter = lighter_recompute(config, deployment, min(gpu.memory for gpu in gpus))
+    time, delayed = predict_run(iteration), _delayed(config)
+    faster = None
+    if delayed is not None:
+        other = iteration.with_layout(delayed, layout)
+        seconds = other.predict().seconds
+        if seconds < _FASTER * time.iteration.seconds:
+            memory = estimate_stages(
+                delayed, vocab_size, precision, hardware.device_type, layout.data
+            )
+            faster = (
+                "parallel.delay_weight_gradients true is faster: an iteration of about "
+                f"{seconds:.4g} s, and up to {max(each.total for each in memory) / GIB:,.1f} GiB "
+                "per rank"
+            )
     return PipelinePlan(
         config,
         layout,
@@ -157,9 +175,24 @@ def plan_pipeline(
         tuple(chunks_of(config, vocab_size)),
         estimate_stages(config, vocab_size, precision, hardware.device_type, layout.data),
         iteration.timeline(),
-        predict_run(iteration),
+        time,
         lighter,
+        faster,
     )
+
+
+def _delayed(config: RunConfig) -> RunConfig | None:
+    """Return the configuration with delayed weight gradients; None if it cannot have them."""
+    parallel = config.parallel
+    if (
+        parallel.pipeline_model_parallel_size == 1
+        or parallel.delay_weight_gradients
+        or parallel.data_parallel_sharding not in ("none", "optimizer")
+        or config.engine == "deepspeed"
+    ):
+        return None
+    changed = parallel.model_copy(update={"delay_weight_gradients": True})
+    return config.model_copy(update={"parallel": changed})
 
 
 def _content(chunk: ModelChunk) -> str:

@@ -60,6 +60,28 @@ def test_a_pipeline_of_two_replicas_has_a_row_for_each_stage() -> None:
     assert "│ 6-7, head " in rows
 
 
+def test_a_plan_names_delayed_weight_gradients_if_they_are_faster() -> None:
+    pipeline: dict[str, Any] = {
+        "parallel__pipeline_model_parallel_size": 2,
+        "launch__nproc_per_node": 4,
+    }
+    plan = plan_pipeline(conf(**pipeline), 8192, CPU)
+    delayed = plan_pipeline(conf(**pipeline, parallel__delay_weight_gradients=True), 8192, CPU)
+    assert plan.faster is not None
+    assert f"about {delayed.time.iteration.seconds:.4g} s" in plan.faster
+    assert delayed.time.iteration.seconds < 0.98 * plan.time.iteration.seconds
+    most = max(each.total for each in delayed.memory) / 2**30
+    assert f"up to {most:,.1f} GiB" in plan.faster
+    assert delayed.faster is None
+    assert "gpt2-tiny, 1F1B, weight gradients delayed: bubble" in delayed.summary()
+    for refused in (
+        {"launch__nproc_per_node": 1},
+        pipeline | {"parallel__data_parallel_sharding": "gradients"},
+        pipeline | {"engine": "deepspeed"},
+    ):
+        assert plan_pipeline(conf(**refused), 8192, CPU).faster is None
+
+
 def test_an_interleaved_plan_has_a_column_for_each_chunk() -> None:
     overrides = {
         "parallel__pipeline_model_parallel_size": 2,
