@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megacore.config.deepspeed import user_settings_of, zero_of
 from megacore.config.layouts import ParallelLayout, refused
+from megacore.config.parallel import ZERO_STAGES
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.errors import ConfigError, ParallelLayoutError
@@ -191,7 +192,7 @@ class _Space:
     """Parameters of a chunk by tensor parallel size."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """Least bytes of state by the sizes that divide it and the ZeRO stage."""
-    checked: dict[tuple[int, bool, Partition, int], RunConfig] = field(default_factory=dict)
+    checked: dict[tuple[int, bool, Partition, int, bool], RunConfig] = field(default_factory=dict)
 
     @cached_property
     def padded(self) -> int:
@@ -259,7 +260,12 @@ class _Space:
         data = self.ranks // (tensor * pipeline * context)
         virtual, zero = self._virtual(pipeline), self._zero(data * context)
         partitions, sequence = self._partitions(pipeline), (False, True)[: 1 + (tensor > 1)]
-        variants = len(virtual) * len(zero) * len(partitions) * len(sequence) * len(_RECOMPUTES)
+        schedules = [
+            (chunks, stage, partition, delayed)
+            for chunks, stage, partition in product(virtual, zero, partitions)
+            for delayed in self._delays(pipeline, stage)
+        ]
+        variants = len(schedules) * len(sequence) * len(_RECOMPUTES)
         self.total += variants
         sizes = tensor, pipeline, 1, data, micro, zero[0]
         # What refuses the simplest variant refuses the others too.
@@ -269,9 +275,9 @@ class _Space:
             choices = [
                 Choice(
                     *(tensor, pipeline, chunks, data, micro, stage, "none"),
-                    *(divided, partition, context),
+                    *(divided, partition, context, delayed),
                 )
-                for chunks, stage, partition in product(virtual, zero, partitions)
+                for chunks, stage, partition, delayed in schedules
             ]
             self._add_groups(
                 [each for each in choices if not self._refuses(each, len(_RECOMPUTES))]
@@ -279,7 +285,10 @@ class _Space:
 
     def _refuses(self, choice: Choice, variants: int) -> bool:
         """Return True, and count `variants` candidates, if the checks refuse a layout."""
-        key = choice.micro_batch, choice.sequence_parallel, choice.partition, choice.zero
+        key = (
+            *(choice.micro_batch, choice.sequence_parallel, choice.partition),
+            *(choice.zero, choice.delayed),
+        )
         if key not in self.checked:
             self.checked[key] = choice.applied(self.config)
         layout = ParallelLayout(
@@ -300,6 +309,11 @@ class _Space:
             return [1]
         return _divisors(max(1, self.config.model.num_layers // pipeline))
 
+    def _delays(self, pipeline: int, zero: int) -> tuple[bool, ...]:
+        """Return whether weight gradients are delayed: both, where they can be."""
+        can = pipeline > 1 and zero < ZERO_STAGES.index("gradients")
+        return (False, True) if can and self.config.engine == "native" else (False,)
+
     def _zero(self, copies: int) -> tuple[int, ...]:
         """Return the ZeRO stages for a number of ranks with the same weights."""
         if self.config.engine == "native":
@@ -315,7 +329,7 @@ class _Space:
         return ("uniform", "balanced") if first == "uniform" else ("balanced", "uniform")
 
     def _add_groups(self, choices: list[Choice]) -> None:
-        """Put layouts that differ only in virtual stages, ZeRO and partition into the heap."""
+        """Put layouts into the heap whose sizes of layers, batches and groups are the same."""
         small: list[Choice] = []
         for choice in choices:
             needed = self._least_state(choice)
@@ -400,11 +414,11 @@ class _Space:
         """Put a group's candidates into the heap, those that may fit in memory."""
         first = group.choices[0]
         shape = self._shape(first, first.recompute)
-        divisions: dict[tuple[int, int], list[tuple[ModelChunk, ...]]] = {}
+        divisions: dict[tuple[int, int, bool], list[tuple[ModelChunk, ...]]] = {}
         for choice in group.choices:
             config = choice.applied(self.config)
             chunks = tuple(chunks_of(config, self.vocab_size))
-            equal = divisions.setdefault((choice.virtual, choice.zero), [])
+            equal = divisions.setdefault((choice.virtual, choice.zero, choice.delayed), [])
             if chunks in equal:
                 self.note("divide the layers as another candidate does (partition)")
                 continue

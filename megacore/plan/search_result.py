@@ -39,6 +39,8 @@ class Choice:
     sequence_parallel: bool
     partition: Partition
     context: int = 1
+    delayed: bool = False
+    """True if weight gradients are delayed."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: RankLayout) -> Self:
@@ -56,6 +58,7 @@ class Choice:
             sequence_parallel=parallel.sequence_parallel,
             partition="balanced" if isinstance(partition, tuple) else partition,
             context=layout.context,
+            delayed=parallel.delay_weight_gradients,
         )
 
     @property
@@ -65,6 +68,7 @@ class Choice:
         parts += [f"cp {self.context}"] * (self.context > 1)
         parts += [f"pp {self.pipeline}"] * (self.pipeline > 1)
         parts += [f"v {self.virtual}"] * (self.virtual > 1)
+        parts += ["delayed"] * self.delayed
         parts += [f"dp {self.data}", f"b {self.micro_batch}"]
         parts += [f"ZeRO-{self.zero}"] * (self.zero > 0)
         parts += [self.recompute] * (self.recompute != "none")
@@ -83,8 +87,8 @@ class Choice:
         }
         if self.context != config.parallel.context_parallel_size:
             values["parallel.context_parallel_size"] = self.context
-        if config.parallel.delay_weight_gradients:
-            values["parallel.delay_weight_gradients"] = self.pipeline > 1 and self.zero < 2
+        if self.delayed != config.parallel.delay_weight_gradients:
+            values["parallel.delay_weight_gradients"] = self.delayed
         if self.recompute == "none" and config.train.recompute_num_layers is not None:
             values["train.recompute_num_layers"] = None
         if config.engine == "native":
@@ -188,27 +192,34 @@ class SearchResult:
         return next((error for word, error in _ERRORS.items() if word in self.machine.name), None)
 
     def table(self, price: float | None = None) -> Table:
-        """Return a table with a row per layout; `cp` has a column if a layout divides sequences.
+        """Return a table with a row per layout.
+
+        `cp` has a column if a layout divides sequences, and so have delayed weight gradients.
 
         Args:
             price: price of a device for an hour, in any currency.
         """
         table, divided = Table(), any(each.choice.context > 1 for each in self.best)
+        delays = any(each.choice.delayed for each in self.best)
         for column in (
-            *("", "tp", *["cp"] * divided, "pp", "v", "dp"),
+            *("", "tp", *["cp"] * divided, "pp", "v", *["delayed"] * delays, "dp"),
             *("ZeRO", "b", "recompute", "sequence", "partition"),
             *("s/iteration", "tokens/s", "MFU", "memory/GiB", "days", "GPU-hours"),
             *["cost"] * (price is not None),
         ):
             table.add_column(
                 column,
-                justify="left" if column in ("recompute", "sequence", "partition") else "right",
+                justify="left"
+                if column in ("delayed", "recompute", "sequence", "partition")
+                else "right",
             )
         for number, each in enumerate(self.best, 1):
             choice = each.choice
             table.add_row(
                 *map(str, (number, choice.tensor, *[choice.context] * divided)),
-                *map(str, (choice.pipeline, choice.virtual, choice.data)),
+                *map(str, (choice.pipeline, choice.virtual)),
+                *["yes" if choice.delayed else "no"] * delays,
+                str(choice.data),
                 *map(str, (choice.zero, choice.micro_batch, choice.recompute)),
                 "divided" if choice.sequence_parallel else "whole",
                 choice.partition,

@@ -60,11 +60,11 @@ def every_layout(config: RunConfig, machine: Machine, ranks: int) -> list[tuple[
         if ranks % (tensor * pipeline * context) or (config.engine != "native" and context > 1):
             continue
         data = ranks // (tensor * pipeline * context)
-        for virtual, micro, zero, recompute, sequence, partition in product(
-            (1, 2, 4), (1, 2, 4, 8), stages, RECOMPUTES, (False, True), PARTITIONS
+        for virtual, micro, zero, recompute, sequence, partition, delayed in product(
+            (1, 2, 4), (1, 2, 4, 8), stages, RECOMPUTES, (False, True), PARTITIONS, (False, True)
         ):
             sizes = tensor, pipeline, virtual, data, micro, zero
-            choice = Choice(*sizes, recompute, sequence, partition, context)
+            choice = Choice(*sizes, recompute, sequence, partition, context, delayed)
             changed = choice.applied(config)
             try:
                 layout = layout_of(changed, ranks, VOCAB)
@@ -75,7 +75,8 @@ def every_layout(config: RunConfig, machine: Machine, ranks: int) -> list[tuple[
             predicted = iteration.predict().seconds, memory
             if (factor := gcd(context, micro)) > 1:
                 sizes = tensor, pipeline, virtual, data * factor, micro // factor, zero
-                better = best[Choice(*sizes, recompute, sequence, partition, context // factor)]
+                names = recompute, sequence, partition, context // factor, delayed
+                better = best[Choice(*sizes, *names)]
                 assert better[0] <= predicted[0]
                 assert better[1] <= predicted[1]
                 continue
