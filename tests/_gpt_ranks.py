@@ -137,14 +137,11 @@ class Sink:
         self.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
         self.contributions = 0
         self.delays = False
+        self.add_product = weight_gradient.reference
 
-    def add_product(self, dy: Tensor, x: Tensor) -> None:
-        """Add the product and count it."""
-        weight_gradient.reference(self.main_grad, dy, x)
-        self.accumulated()
-
-    def accumulated(self) -> None:
-        """Count one contribution."""
+    def contribute(self, add: Callable[[], None]) -> None:
+        """Add one contribution and count it."""
+        add()
         self.contributions += 1
 
 

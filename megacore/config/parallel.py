@@ -39,8 +39,8 @@ class ParallelConfig(Section):
     micro batches in flight, or gpipe."""
     delay_weight_gradients: bool = unkeyed(False)
     """If true, a pipeline stage sends the gradient of its input before it computes those of its
-    weights, and uses these to fill the time in which it would wait (ZB-H1; Qi et al. 2023). The
-    results are the same bits. Stage i keeps up to i more micro batches."""
+    weights, which fill the time in which it would wait (ZB-H1; Qi et al. 2023). The results have
+    the same bits. Stage i keeps more for up to i passes."""
     pipeline_partition: Literal["balanced", "uniform"] | tuple[int, ...] = unkeyed("balanced")
     """Number of layers per chunk: balanced accounts for the cost of embedding and head, uniform
     gives each chunk the same number, and a list gives the number for each of the pp x v chunks in

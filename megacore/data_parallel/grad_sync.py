@@ -101,8 +101,8 @@ class Bucket:
     """Sum in progress."""
 
 
-Products = deque[Callable[[], None]]
-"""Delayed weight gradients of linear layers, in their order."""
+Contributions = deque[Callable[[], None]]
+"""Functions that add delayed weight gradients to main gradients, in the order of the layers."""
 
 
 class _Sink:
@@ -113,11 +113,11 @@ class _Sink:
         gradient: Callable[[], Tensor],
         add_product: WeightGradient,
         contributed: Callable[[], None],
-        delayed: Callable[[], Products | None],
+        delayed: Callable[[], Contributions | None],
     ) -> None:
         self._gradient = gradient
-        self._add_product = add_product
         self._delayed = delayed
+        self.add_product = add_product
         self.accumulated = contributed
 
     @property
@@ -127,21 +127,21 @@ class _Sink:
 
     @property
     def delays(self) -> bool:
-        """True if `add_product` keeps its arguments for later."""
+        """True if `contribute` keeps functions for later."""
         return self._delayed() is not None
 
-    def add_product(self, dy: Tensor, x: Tensor) -> None:
-        """Add the gradient dyᵀ x of a linear layer, now or with the delayed products."""
+    def contribute(self, add: Callable[[], None]) -> None:
+        """Call a function that adds one contribution to the main gradient, now or later."""
 
-        def add() -> None:
-            self._add_product(self.main_grad, dy, x)
+        def contribute() -> None:
+            add()
             self.accumulated()
 
-        products = self._delayed()
-        if products is None:
-            add()
+        contributions = self._delayed()
+        if contributions is None:
+            contribute()
         else:
-            products.append(add)
+            contributions.append(contribute)
 
 
 class GradSync:
@@ -206,11 +206,11 @@ class GradSync:
         self.sharded = self.sharding.divides("optimizer")
         """True if each replica keeps only its shard of the sum."""
         self.after_backward: Callable[[], None] = lambda: None
-        """Function called after every backward pass."""
+        """Function called after every `micro_step`."""
         self._temporary = self.sharding.divides("gradients")
         self._dtype = _DTYPES[config.grad_reduce_dtype]
         self._add_product = add_product
-        self._delayed: Products | None = None
+        self._delayed: Contributions | None = None
         self._reduces = False
         self._order: list[Bucket] | None = None
         self._filled: list[str] = []
@@ -244,7 +244,7 @@ class GradSync:
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Surround one backward pass.
+        """Surround one backward pass, or the weight gradients that it has delayed.
 
         Only the last one of an iteration sends full buckets, or every one if gradients are divided.
         """
@@ -260,12 +260,12 @@ class GradSync:
             self._launch_rest()
 
     @contextmanager
-    def delayed_products(self) -> Iterator[Products]:
-        """Surround one backward pass whose linear layers leave their products to functions.
+    def delayed_contributions(self) -> Iterator[Contributions]:
+        """Surround one backward pass whose layers leave what they add to sinks to functions.
 
-        The functions add them to the main gradients, and run within another `micro_step`.
+        The functions are called in their order, within another `micro_step`.
         """
-        self._delayed = Products()
+        self._delayed = Contributions()
         try:
             yield self._delayed
         finally:

@@ -1,6 +1,6 @@
 """The chunks of a model on one rank, and the passes of micro batches through them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import tee
@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.data_parallel.grad_sync import GradSync, Products
+from megacore.data_parallel.grad_sync import Contributions, GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.base import Losses, LossTotals, SampleSources, loss_sums
 from megacore.models.build import build_model
@@ -76,8 +76,6 @@ class Stage:
         self.stored = stored
         """True if the parameters have memory."""
         self.rules = input_rules(config, special_tokens)
-        self.delays = config.parallel.delay_weight_gradients
-        """True if weight gradients are separate passes of the schedule."""
         self._config = config
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
@@ -229,10 +227,12 @@ class Stage:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
             stage; an empty list on the others.
         """
-        work = _Training(self, batches, seeds, syncs, scale, complete=complete)
+        passes = self._training_passes(len(seeds))
+        delayed = frozenset(each.chunk for each in passes if each.direction is Direction.WEIGHTS)
+        work = _Training(self, batches, seeds, syncs, scale, delayed, complete=complete)
         samples = self._config.train.micro_batch_size
         self._executor().run(
-            self._training_passes(len(seeds)),
+            passes,
             work,
             lambda message: self._shape(message, samples, seq_length),
         )
@@ -292,7 +292,7 @@ class Stage:
                 self._pipeline.stages,
                 micro_batches,
                 self._pipeline.chunks,
-                delayed=self.delays,
+                delayed=parallel.delay_weight_gradients,
             )
             self._passes[micro_batches] = schedule[self.mesh.pipeline_parallel.rank]
         return self._passes[micro_batches]
@@ -341,14 +341,20 @@ class _Training(_Work):
         seeds: Sequence[int],
         syncs: Sequence[GradSync],
         scale: float | Tensor,
+        delayed: Collection[int],
         *,
         complete: bool,
     ) -> None:
+        """Create the work of a rank.
+
+        `delayed` are its chunks whose weight gradients are separate passes; the others are the
+        arguments of `Stage.train_pass`.
+        """
         super().__init__(stage, batches)
         self._seeds, self._syncs, self._scale = seeds, syncs, scale
         self._complete = complete
-        self._delays = stage.delays
-        self._delayed: dict[tuple[int, int], Products] = {}
+        self._delays = delayed
+        self._delayed: dict[tuple[int, int], Contributions] = {}
         self.losses: list[Tensor] = []
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
@@ -365,17 +371,17 @@ class _Training(_Work):
     ) -> None:
         """Accumulate the gradients of the chunk's parameters, and compute that of its input.
 
-        The products of linear layers are left to `weight_gradients` if the schedule delays them.
+        Weight gradients are left to `weight_gradients` if the schedule delays them.
         """
         with self._micro_step(micro_batch, chunk), self._delay(micro_batch, chunk):
             torch.autograd.backward(output, grad)
 
     def weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """Accumulate the weight gradients that a backward pass has delayed."""
-        products = self._delayed.pop((micro_batch, chunk))
+        contributions = self._delayed.pop((micro_batch, chunk))
         with self._micro_step(micro_batch, chunk), torch.no_grad():
-            while products:
-                products.popleft()()
+            while contributions:
+                contributions.popleft()()
 
     @contextmanager
     def _micro_step(self, micro_batch: int, chunk: int) -> Iterator[None]:
@@ -386,13 +392,13 @@ class _Training(_Work):
 
     @contextmanager
     def _delay(self, micro_batch: int, chunk: int) -> Iterator[None]:
-        """Collect the products of the linear layers, if the schedule delays them."""
-        if not self._delays:
+        """Collect the weight gradients of a backward pass, if the schedule delays them."""
+        if chunk not in self._delays:
             yield
             return
-        with self._syncs[chunk].delayed_products() as products:
+        with self._syncs[chunk].delayed_contributions() as contributions:
             yield
-        self._delayed[micro_batch, chunk] = products
+        self._delayed[micro_batch, chunk] = contributions
 
 
 class _Scoring(_Work):

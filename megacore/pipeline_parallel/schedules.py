@@ -197,14 +197,14 @@ def delay_weight_gradients(schedule: Schedule) -> Schedule:
 
     A stage sends the gradient of its input before it computes those of its weights. Stage i leaves
     up to i of these passes for later, so that they fill the time in which it would wait: with 1F1B
-    this is ZB-H1 (Qi et al. 2023, arXiv:2401.10241). With equal chunks a stage is idle for pp - 1
-    times a forward pass plus an input gradient minus the weight gradients of a micro batch, instead
-    of plus all three. The gradients of a chunk's weights are added in the order of the micro
+    this is ZB-H1 (Qi et al. 2023, arXiv:2401.10241). With equal chunks and at least pp micro
+    batches, a stage is then idle for (pp - 1) (F + B - W) instead of (pp - 1) (F + B + W), where F,
+    B and W are the times of forward pass, input gradient and weight gradients; the interleaved
+    schedule is idle for 1 / v of both. The backward pass of the model's first chunk, which sends
+    nothing, stays whole. The gradients of a chunk's weights are added in the order of the micro
     batches, as without delay.
     """
-    return tuple(
-        _with_weight_gradients(passes, delayed=stage) for stage, passes in enumerate(schedule)
-    )
+    return tuple(_with_weight_gradients(passes, stage) for stage, passes in enumerate(schedule))
 
 
 def build_schedule(
@@ -273,15 +273,15 @@ def _in_turn(stages: int, micro_batches: int, chunks: int, *, warm_up: int) -> t
     return (*forwards[:warm_up], *steady, *backwards[max(0, len(forwards) - warm_up) :])
 
 
-def _with_weight_gradients(passes: Sequence[Pass], *, delayed: int) -> tuple[Pass, ...]:
-    """Return the passes with weight gradients `delayed` backward passes after their own."""
+def _with_weight_gradients(passes: Sequence[Pass], stage: int) -> tuple[Pass, ...]:
+    """Return a stage's passes with weight gradients `stage` backward passes after their own."""
     order: list[Pass] = []
     waiting: deque[Pass] = deque()
     for each in passes:
         order.append(each)
-        if each.direction is Direction.BACKWARD:
+        if each.direction is Direction.BACKWARD and (stage, each.chunk) != (0, 0):
             waiting.append(each._replace(direction=Direction.WEIGHTS))
-            if len(waiting) > delayed:
+            if len(waiting) > stage:
                 order.append(waiting.popleft())
     return (*order, *waiting)
 
@@ -337,7 +337,7 @@ class Timeline:
     @property
     def delayed(self) -> bool:
         """True if weight gradients are separate passes."""
-        return any(span.work.direction is Direction.WEIGHTS for span in self.spans[0])
+        return any(span.work.direction is Direction.WEIGHTS for span in self.spans[-1])
 
     @cached_property
     def equal_bubble(self) -> float:
@@ -368,8 +368,8 @@ def simulate(
         schedule: passes of every stage.
         forward: time of a forward pass through each of the model's chunks; None means 1 for all.
         backward: time of a backward pass; None means twice the forward pass.
-        weights: time of the weight gradients in it, which counts if the schedule delays them; None
-            means half of the backward pass.
+        weights: time of the weight gradients in it, which counts where the schedule delays them;
+            None means half of the backward pass.
         latency: time between the end of a pass and the arrival of its message.
 
     Raises:
@@ -379,11 +379,23 @@ def simulate(
     pipeline = Pipeline.of(schedule)
     forward = (1.0,) * pipeline.model_chunks if forward is None else forward
     backward = [2 * duration for duration in forward] if backward is None else backward
-    if any(each.direction is Direction.WEIGHTS for each in schedule[0]):
-        weights = [duration / 2 for duration in backward] if weights is None else weights
-        backward = [whole - part for whole, part in zip(backward, weights, strict=True)]
-    durations = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
-    world = _World(pipeline, durations | {Direction.WEIGHTS: weights or ()}, latency)
+    weights = [duration / 2 for duration in backward] if weights is None else weights
+    delayed = {
+        pipeline.model_chunk(stage, each.chunk)
+        for stage, passes in enumerate(schedule)
+        for each in passes
+        if each.direction is Direction.WEIGHTS
+    }
+    backward = [
+        whole - part if chunk in delayed else whole
+        for chunk, (whole, part) in enumerate(zip(backward, weights, strict=True))
+    ]
+    durations: dict[Direction, Sequence[float]] = {
+        Direction.FORWARD: forward,
+        Direction.BACKWARD: backward,
+        Direction.WEIGHTS: weights,
+    }
+    world = _World(pipeline, durations, latency)
     spans: list[list[Span]] = [[] for _ in schedule]
     remaining = sum(map(len, schedule))
     while remaining:

@@ -156,14 +156,13 @@ class Activations:
             Bytes of activations with those of a recomputed layer, and the largest number of micro
             batches whose logits exist at a time.
         """
-        kept, heads = (
-            [self._kept(chunk) for chunk in chunks],
-            [int(each.has_head) for each in chunks],
+        sizes, heads = (
+            [self.chunk(chunk) for chunk in chunks],
+            [int(chunk.has_head) for chunk in chunks],
         )
-        sizes = [self.chunk(chunk) for chunk in chunks]
+        kept = [self._kept(chunk) for chunk in chunks]
         activations = self._most(sizes, kept, stage, micro_batches)
-        delayed = self.config.parallel.delay_weight_gradients
-        losses = self._most(heads, heads if delayed else [0] * len(heads), stage, micro_batches)
+        losses = self._most(heads, heads, stage, micro_batches)
         again = max((more for chunk in chunks for _, _, more in self._stacks(chunk)), default=0)
         return activations + again, losses
 
@@ -191,16 +190,20 @@ class Activations:
             buffers: bytes of gathered weights and of gradients before their reduction, in forward
                 and in backward passes.
         """
-        sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
-        kept = [self._kept(chunk) for chunk in chunks]
-        if self.config.parallel.delay_weight_gradients:
-            kept = [
-                size + logits * chunk.has_head for size, chunk in zip(kept, chunks, strict=True)
-            ]
-        losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
-        gradients = [self._backward(chunk, logits) for chunk in chunks]
-        messages = [self._messages(chunks, posted) for posted in range(_AHEAD + 1)]
         passes = self._passes(stage, micro_batches, len(chunks))
+        sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
+        delayed = _delayed_chunks(passes)
+        kept = [
+            self._kept(chunk) + logits * chunk.has_head if number in delayed else 0
+            for number, chunk in enumerate(chunks)
+        ]
+        losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
+        # Delayed weight gradients keep the logits while the layers run backward.
+        gradients = [
+            self._backward(chunk, 0 if number in delayed else logits)
+            for number, chunk in enumerate(chunks)
+        ]
+        messages = [self._messages(chunks, posted) for posted in range(_AHEAD + 1)]
         pipeline = Pipeline(self.config.parallel.pipeline_model_parallel_size, len(chunks))
         receives = [pipeline.receive(stage, each) is not None for each in passes]
         stored, left, peak = 0, sum(receives), 0
@@ -285,6 +288,8 @@ class Activations:
             micro_batches: number of micro batches of a step.
         """
         passes = self._passes(stage, micro_batches, len(sizes))
+        delayed = _delayed_chunks(passes)
+        kept = [size if chunk in delayed else 0 for chunk, size in enumerate(kept)]
         return max(accumulate(_change(each, sizes, kept) for each in passes))
 
     def _kept(self, chunk: ModelChunk) -> int:
@@ -293,8 +298,6 @@ class Activations:
         They are inputs and gradients of the outputs of all linear layers, whole sequences where
         tensor-parallel ranks divide them.
         """
-        if not self.config.parallel.delay_weight_gradients:
-            return 0
         model, tensor, hidden = self.config.model, self._tensor, self.config.model.hidden_size
         query = model.attention_size // tensor
         ffn = model.ffn_size // tensor
@@ -555,6 +558,11 @@ class Activations:
         """
         parts = self._tensor if self.config.parallel.sequence_parallel else 1
         return element * tokens * self.config.model.hidden_size // parts
+
+
+def _delayed_chunks(passes: Sequence[Pass]) -> frozenset[int]:
+    """Return the chunks of a stage whose weight gradients are separate passes."""
+    return frozenset(each.chunk for each in passes if each.direction is Direction.WEIGHTS)
 
 
 def _change(each: Pass, sizes: Sequence[int], kept: Sequence[int]) -> int:

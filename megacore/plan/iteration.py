@@ -482,13 +482,15 @@ class Iteration:
             group.gather(self.rates.element * parameters),
         )
         once, micro = self.software.overlaps, self.micro_batches
+        # Delayed weight gradients are about a third of a micro batch's time, a backward pass two.
+        share = 1 / 3 if parallel.delay_weight_gradients else 2 / 3
         after = gather if zero in (1, 2) else 0.0  # of the updated weights
         if zero == 3:
             total, hidden = micro * (scatter + 2 * gather) + fetched, makespan
         elif zero == 2:
             total, hidden = micro * scatter, makespan * 2 / 3
         else:
-            total, hidden = (1 if zero else 2) * scatter, makespan / micro * 2 / 3
+            total, hidden = (1 if zero else 2) * scatter, makespan / micro * share
         if not once or self.machine.core is not None:  # a core that communicates does not compute
             return total + after
         rounds = micro if zero >= 2 else 1

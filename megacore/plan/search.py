@@ -498,18 +498,23 @@ class _Space:
         """Return a lower bound of the seconds that `Iteration.predict` returns.
 
         Before a stage's first pass, a micro batch passes forward through the stages before it, and
-        after its last one a gradient passes back through them; delayed weight gradients come
-        after that.
+        after its last one a gradient passes back through them. Delayed weight gradients of the
+        stage may be computed while this gradient passes back.
         """
         stages, micro = iteration.layout.pipeline, iteration.micro_batches
-        message, fill, makespan = iteration.message(), 0.0, 0.0
-        times = [sum(shape.times(chunk)) for chunk in chunks]
-        delayed = iteration.config.parallel.delay_weight_gradients
+        message, ahead, back, makespan = iteration.message(), 0.0, 0.0, 0.0
+        times = [shape.times(chunk) for chunk in chunks]
+        weights = [0.0] * len(chunks)
+        if iteration.config.parallel.delay_weight_gradients:
+            # The first chunk's are not delayed.
+            weights[1:] = [iteration.weight_gradients(chunk) for chunk in chunks[1:]]
         for stage in range(stages):
-            makespan = max(makespan, fill + micro * sum(times[stage::stages]))
-            fill += times[stage] + 2 * message
-            if delayed:
-                fill -= iteration.weight_gradients(chunks[stage])
+            work = micro * sum(map(sum, times[stage::stages]))
+            late = min(stage + 1, micro * len(times[stage::stages])) * max(weights[stage::stages])
+            makespan = max(makespan, ahead + work, ahead + work - late + back)
+            forward, backward = times[stage]
+            ahead += forward + message
+            back += backward - weights[stage] + message
         layers = max(
             sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
             for stage in range(stages)

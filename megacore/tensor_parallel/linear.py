@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.kernels.implementation import differentiable, operator
+from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
     all_gather,
@@ -249,8 +250,9 @@ def _gradients(
     """Return the gradients of the input, the weights and the biases; overlap communication.
 
     The weight gradients are computed during the communication of the input gradient, as in
-    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but
-    gathered again during the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
+    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication; if they are delayed, nothing is.
+    A gathered input is not kept but gathered again during the input-gradient matmul (Korthikanti
+    et al. 2022, section 4.2.2).
 
     Args:
         grads: gradients of the outputs.
@@ -326,16 +328,17 @@ class GradSink(Protocol):
     """Sum of all contributions: fp32, in the weight's shape."""
 
     @property
+    def add_product(self) -> WeightGradient:
+        """Function that adds the weight gradient of a linear layer to a main gradient."""
+        ...
+
+    @property
     def delays(self) -> bool:
-        """True if `add_product` keeps its arguments for later."""
+        """True if `contribute` keeps functions for later."""
         ...
 
-    def add_product(self, dy: Tensor, x: Tensor) -> None:
-        """Add the gradient dyᵀ x of a linear layer's weight, and record the contribution."""
-        ...
-
-    def accumulated(self) -> None:
-        """Record that one other contribution has been added."""
+    def contribute(self, add: Callable[[], None]) -> None:
+        """Call a function that adds one contribution to the main gradient, now or later."""
         ...
 
 
@@ -351,7 +354,7 @@ def sink_of(weight: Tensor) -> GradSink | None:
 def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
     """Compute the gradient dyᵀ x of a weight [o, i].
 
-    Return it if there is no sink, else add it to the sink and return None.
+    Return it if there is no sink, else return None: the sink adds it, now or later.
 
     Args:
         sink: sink of the weight.
@@ -360,7 +363,7 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
     """
     if sink is None:
         return dy.t() @ x
-    sink.add_product(dy, x)
+    sink.contribute(lambda: sink.add_product(sink.main_grad, dy, x))
     return None
 
 
@@ -369,7 +372,7 @@ def lookup_gradient(
 ) -> Tensor | None:
     """Compute the gradient of the rows `ids` of a table.
 
-    Return it if there is no sink, else add it to the sink and return None.
+    Return it if there is no sink, else return None: the sink adds it, now or later.
 
     Args:
         sink: sink of the table.
@@ -381,8 +384,7 @@ def lookup_gradient(
         gradient = torch.zeros_like(weight)
         _add_rows_(gradient, ids, dy)
         return gradient
-    _add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype))
-    sink.accumulated()
+    sink.contribute(lambda: _add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype)))
     return None
 
 
@@ -536,8 +538,12 @@ def _linear_backward_operator(
         grads = [all_gather(grad, tp, SEQUENCE) for grad in grads]
     grad_sinks = [_SINKS[int(key)] for key in sinks]
     if any(sink.delays for sink in grad_sinks):
-        # The compiled graph may reuse the memory of its tensors after this operator.
-        grads, x = [grad.clone() for grad in grads], x.clone()
+        # The compiled graph may reuse the memory of its tensors after this operator. What has been
+        # gathered is not the graph's.
+        if tp.size == 1 or Distribution[output_on] is not Distribution.OWN_POSITIONS:
+            grads = [grad.clone() for grad in grads]
+        if tp.size == 1 or Distribution[input_on] is not Distribution.OWN_POSITIONS:
+            x = x.clone()
     dx, weight_grads, bias_grads = _gradients(
         grads,
         x,

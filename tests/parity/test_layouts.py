@@ -212,7 +212,7 @@ TWO_RANKS = {
     "t5 tp2": t5(TP2),
     "t5 tp2 sp": t5(TP2 | SP, T5_V11),
     "t5 pp2": t5(PP2),
-    "t5 pp2 delayed": t5(PP2 | DELAYED, T5_V11),
+    "t5 pp2 delayed": t5(PP2 | DELAYED),
     "t5 pp2, dropout and full recomputation": t5(PP2, T5 | DROPOUT, train={"recompute": "full"}),
     "t5 dp2 distributed optimizer": t5(ZERO1, T5_V11),
     "t5 dp2 distributed optimizer, plain kernels": t5(ZERO1, T5_V11, train=PLAIN),
@@ -320,12 +320,16 @@ def serial() -> dict[str, Result]:
 
 
 def selected(cases: dict[str, Case], request: pytest.FixtureRequest) -> dict[str, Case]:
-    """Return the cases whose tests run in this session: one spawn of processes runs them all."""
+    """Return the cases whose tests run in this session: one spawn of processes runs them all.
+
+    Cases with delayed weight gradients are compared with those without.
+    """
     names = {
         item.callspec.params["name"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module
     }
+    names |= {name.replace(" delayed", "") for name in names}
     return {name: case for name, case in cases.items() if name in names}
 
 
@@ -392,7 +396,9 @@ def test_two_ranks_match_the_serial_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp2 delayed", "muon pp2 delayed", "bert pp2 delayed, dropout"])
+@pytest.mark.parametrize(
+    "name", ["pp2 delayed", "muon pp2 delayed", "bert pp2 delayed, dropout", "t5 pp2 delayed"]
+)
 def test_delayed_weight_gradients_give_the_same_bits(
     name: str, two_ranks: list[dict[str, Result]]
 ) -> None:

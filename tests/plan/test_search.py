@@ -1,5 +1,6 @@
 """The search for a layout: the best of all, what is refused and why, and its chart."""
 
+import heapq
 from itertools import product
 from math import gcd
 from pathlib import Path
@@ -16,7 +17,7 @@ from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB
-from megacore.plan.search import FILLED, launch_values, search, search_around
+from megacore.plan.search import FILLED, _Group, _Space, launch_values, search, search_around
 from megacore.plan.search_result import Choice, Partition, SearchResult
 from megacore.plan.table import memory_of
 
@@ -109,6 +110,21 @@ def test_the_result_is_that_of_predicting_every_layout(
     found = [(each.seconds, each.memory) for each in result.front if each.seconds < limit]
     assert found == front
     assert len(found) > 1 or engine == "deepspeed"
+
+
+@pytest.mark.parametrize("samples", [64, 1024])
+def test_lower_bounds_are_not_above_the_predictions(samples: int) -> None:
+    config = load_config("gpt2-13b-3d", GPT_13B | {"train.global_batch_size": samples})
+    space = _Space(config, 50_257, load_machine("h100"), 64, "bf16")
+    space.list_groups()
+    delayed = 0
+    while delayed < 100:
+        bound, _, item = heapq.heappop(space.heap)
+        if isinstance(item, _Group):
+            space.expand(item)
+        else:
+            assert bound <= item.iteration.predict().seconds * (1 + 1e-9), item.choice.name
+            delayed += item.choice.delayed
 
 
 def test_every_candidate_is_counted_once(result_13b: SearchResult) -> None:
