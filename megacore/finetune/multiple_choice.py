@@ -70,7 +70,10 @@ def encode_multiple_choice(
     columns = list(dict.fromkeys([*texts.values(), *task.choices_columns]))
     samples = {}
     for split, rows in splits.items():
-        if not several:
+        if several:
+            for column in several:
+                _check_texts(rows, split, column)
+        else:
             _check_choices(rows, split, task.choices_columns[0], count)
         labels = read_choice_labels(list(rows[task.label_column]), split, task.label_column, count)
         encoded = mapper(rows.select_columns(columns), split, encode, columns)
@@ -100,10 +103,20 @@ def _check_choices(rows: "Dataset", split: str, column: str, count: int) -> None
                 f"the first row of training has {count}: give every row as many"
             )
         if not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise DataFormatError(
-                f"row {number} of the {split} split has a choice without text in column "
-                f"{column!r}: fill it, or remove the row"
-            )
+            raise _empty_choice(number, split, column)
+
+
+def _check_texts(rows: "Dataset", split: str, column: str) -> None:
+    for number, choice in enumerate(rows[column]):
+        if not choice.strip():
+            raise _empty_choice(number, split, column)
+
+
+def _empty_choice(number: int, split: str, column: str) -> DataFormatError:
+    return DataFormatError(
+        f"row {number} of the {split} split has a choice without text in column {column!r}: fill "
+        "it, or remove the row"
+    )
 
 
 def read_choice_labels(values: Sequence[Any], split: str, column: str, count: int) -> list[int]:

@@ -182,6 +182,18 @@ def test_wrong_rows_are_refused(
         prepare(config, tmp_path)
 
 
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_an_empty_choice_in_a_column_is_refused(bert: Path, tmp_path: Path, split: str) -> None:
+    row = {"context": "it is", "label": 0, "ending0": "good", "ending1": "bad"}
+    for name in ("train", "valid"):
+        rows = [row, row | {"ending1": " "}] if name == split else [row, row]
+        write_rows(tmp_path / f"data/{name}.jsonl", rows)
+    task = {"question_column": None, "choices_columns": ["ending0", "ending1"]}
+    message = rf"row 1 of the {split} split has a choice without text in column 'ending1': fill"
+    with pytest.raises(DataFormatError, match=message):
+        prepare(tiny_config(bert / "model", tmp_path / "data", KIND, task=task), tmp_path)
+
+
 def test_one_choice_is_refused(bert: Path, tmp_path: Path) -> None:
     rows = [row | {"choices": ["good"], "label": 0} for row in choice_rows(4)]
     for name in ("train", "valid"):
