@@ -36,12 +36,14 @@ def search_key(config: RunConfig, corpus: Artifact) -> StageKey:
     Raises ConfigError.
     """
     from megacore.corpus.contamination import VERSION
+    from megacore.zeroshot.harness import ITEMS_VERSION
 
     digests: dict[str, Any] = {
         f"evaluate.zero_shot.{name}": digest for name, digest in text_digests(config).items()
     }
     if config.evaluate.lm_eval.tasks:
         digests |= {f"evaluate.lm_eval.{name}": each for name, each in task_digests(config).items()}
+        digests["evaluate.lm_eval.items"] = ITEMS_VERSION
     return StageKey.of("search", VERSION, key_parameters(config, "search", digests), corpus=corpus)
 
 

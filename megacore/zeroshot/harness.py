@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 PACKAGE = "lm_eval"
+ITEMS_VERSION = 2
+"""Version of the texts that `task_items` returns, increased whenever they change."""
 _INSTALL = "pip install megacore[lm-eval]"
 
 
@@ -209,7 +211,7 @@ def task_items(
     DataFormatError, DownloadError.
     """
     _check_installed()
-    with _typed_errors(tasks):
+    with _typed_errors(tasks, "read"):
         loaded = _manager(tasks, include_path).load(list(tasks))
         items = {
             name: tuple(
@@ -229,22 +231,33 @@ def task_items(
 
 
 def _item_text(task: Any, row: Any) -> str:
-    """Return a question and its right answer; either may be the number of a choice."""
-    choices = task.doc_to_choice(row) if task.config.doc_to_choice is not None else ()
+    """Return a question and its right answer.
+
+    Either may be the number of a choice, if the task has choices, or values of other types: of a
+    list or mapping all values are joined, and None is an empty text.
+    """
+    choices = task.doc_to_choice(row) if task.config.doc_to_choice is not None else None
 
     def text_of(value: Any) -> str:
-        if isinstance(value, int):
+        if value is None:
+            return ""
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return " ".join(filter(None, map(text_of, value)))
+        if isinstance(value, int) and choices is not None:
             return str(choices[value]) if 0 <= value < len(choices) else ""
-        if isinstance(value, str):
-            return value
-        return " ".join(map(text_of, value))
+        return str(value)
 
     return f"{text_of(task.doc_to_text(row))} {text_of(task.doc_to_target(row))}".strip()
 
 
 @contextlib.contextmanager
-def _typed_errors(tasks: Sequence[str]) -> Iterator[None]:
-    """Raise what lm_eval and datasets raise in the body as one sentence."""
+def _typed_errors(tasks: Sequence[str], action: str = "score") -> Iterator[None]:
+    """Raise what lm_eval and datasets raise in the body as one sentence.
+
+    `action` is what the body does with the tasks.
+    """
     try:
         yield
     except (MegacoreError, MemoryError):
@@ -253,7 +266,8 @@ def _typed_errors(tasks: Sequence[str]) -> Iterator[None]:
         if _out_of_memory(error):
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        sentence = f"lm_eval could not score {', '.join(tasks)}: {type(error).__name__}: {reason}"
+        kind, names = type(error).__name__, ", ".join(tasks)
+        sentence = f"lm_eval could not {action} {names}: {kind}: {reason}"
         if isinstance(error, ConnectionError | TimeoutError):
             raise DownloadError(
                 f"{sentence}: connect this host, or give local data in a task of "

@@ -179,3 +179,32 @@ def test_items_are_questions_with_their_right_answers(tmp_path: Path) -> None:
         "sums": ("one and one is two", "three"),
     }
     assert groups == {"both": ("colours", "sums")}
+
+
+@pytest.mark.parametrize(
+    ("target", "choices", "text"),
+    [
+        (3.5, None, "q 3.5"),
+        (7, None, "q 7"),
+        (True, None, "q True"),
+        (None, None, "q"),
+        ([1, 0], ["red", "blue"], "q blue red"),
+        ((), None, "q"),
+        (7, ["red", "blue"], "q"),
+        ({"text": ["green", None, "sea"], "unit": 2.5}, None, "q green sea 2.5"),
+    ],
+)
+def test_answers_of_every_type_are_searched(target: Any, choices: Any, text: str) -> None:
+    task = SimpleNamespace(
+        config=SimpleNamespace(doc_to_choice=choices),
+        doc_to_choice=lambda row: choices,
+        doc_to_text=lambda row: "q",
+        doc_to_target=lambda row: target,
+    )
+    assert harness._item_text(task, {}) == text
+
+
+def test_a_search_says_that_a_task_cannot_be_read(tmp_path: Path) -> None:
+    write_task(tmp_path, doc_to_target="{{ no_such_column.text }}")
+    with pytest.raises(DataFormatError, match="could not read colours: UndefinedError: 'no_such"):
+        harness.task_items(["colours"], str(tmp_path), None)
