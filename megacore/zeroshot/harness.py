@@ -6,9 +6,12 @@ The package `lm_eval` computes them; the values are those of its own command lin
 import contextlib
 import difflib
 import glob
+import hashlib
 import importlib.util
 import json
 import math
+import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megacore.artifact.files import canonical_json
 from megacore.artifact.manifest import file_digest
 from megacore.config.train import LmEvalConfig
 from megacore.errors import ConfigError, DataFormatError, DownloadError, MegacoreError
@@ -89,7 +93,8 @@ def harness_version() -> str:
 def task_files(directory: str | None) -> dict[str, str] | None:
     """Return the digests of additional tasks by path: their files, and the data that they name.
 
-    Paths of the tasks' files are relative to `directory`; None stands for no directory.
+    The files are those of `directory`, with paths relative to it, and those that a task includes
+    from elsewhere. A directory of data has one digest. None stands for no directory.
 
     Raises:
         ConfigError: a file cannot be read, or a task is not YAML.
@@ -98,12 +103,17 @@ def task_files(directory: str | None) -> dict[str, str] | None:
         return None
     files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
     files = [path for path in files if "__pycache__" not in path.parts]
+    included: set[Path] = set()
+    data: set[str] = set()  # many tasks may name the same
     try:
-        digests = {str(path.relative_to(directory)): file_digest(path) for path in files}
         for path in files:
             if path.suffix in (".yaml", ".yml"):
-                named = sorted({name for name in _data_files(path) for name in glob.glob(name)})
-                digests |= {name: file_digest(Path(name)) for name in named}
+                includes: set[Path] = set()
+                data.update(_local_data(_read_task(path, directory, includes)))
+                included |= includes
+        outside = {str(path) for path in included if not path.is_relative_to(_real(directory))}
+        digests = {str(path.relative_to(directory)): file_digest(path) for path in files}
+        digests |= {name: _digest(Path(name)) for name in sorted(outside | data)}
     except OSError as error:
         raise ConfigError(
             f"evaluate.lm_eval.include_path is {directory}, and {error.filename} cannot be read: "
@@ -119,28 +129,135 @@ class _TaskLoader(yaml.SafeLoader):
 _TaskLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
-def _data_files(path: Path) -> Iterator[str]:
-    """Yield the local files and patterns that a task's `dataset_kwargs.data_files` names.
+def _real(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()
 
-    Raises ConfigError if it is not YAML, since lm_eval would leave the task out without a word.
+
+def _read_task(path: Path, directory: str, included: set[Path]) -> dict[str, Any]:
+    """Return the values of a task or group with those of the files that it includes.
+
+    As in lm_eval, an included file may have any name, and later values replace earlier ones.
+
+    Args:
+        path: file of the task.
+        directory: `evaluate.lm_eval.include_path`.
+        included: receives the included files, and modules that they name as `!function`.
+
+    Raises:
+        ConfigError: a file is not YAML, or an included one does not exist. lm_eval would leave the
+            task out without a word.
     """
+    content = path.read_bytes()
     try:
-        task = yaml.load(path.read_bytes(), _TaskLoader)
+        task = yaml.load(content, _TaskLoader)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"evaluate.lm_eval.include_path has {path}, which is not YAML "
             f"({' '.join(str(error).split())}): correct or remove it"
         ) from error
-    arguments = task.get("dataset_kwargs") if isinstance(task, dict) else None
-    values = [arguments.get("data_files")] if isinstance(arguments, dict) else []
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-        elif isinstance(value, str) and "://" not in value:
-            yield value
+    if not isinstance(task, dict):
+        return {}
+    if path in included:
+        modules = {_real(path.parent / f"{name}.py") for name in _modules(content)}
+        included |= {module for module in modules if module.is_file()}
+    names = task.pop("include", None) or []
+    values: dict[str, Any] = {}
+    for name in names if isinstance(names, list) else [names]:
+        base = _real(path.parent / str(name))
+        if not base.is_file():
+            raise ConfigError(
+                f"evaluate.lm_eval.include_path is {directory}, and {path} includes {name}, but "
+                f"there is no file {base}: correct or remove it"
+            )
+        if base not in included:  # a file that includes itself ends here, and lm_eval refuses it
+            included.add(base)
+            values |= _read_task(base, directory, included)
+    return values | task
+
+
+def _modules(content: bytes) -> list[str]:
+    """Return the modules of a task's functions as paths without suffix."""
+    names = re.findall(rb"!function\s+['\"]?([\w.]+)\.\w", content)
+    return [name.decode().replace(".", "/") for name in names]
+
+
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Values of `dataset_path` that name a format, even where a directory has this name."""
+
+
+def _local_data(task: dict[str, Any]) -> Iterator[str]:
+    """Yield the local files and directories from which datasets reads the data of a task or group.
+
+    They are `dataset_path`, and `data_files` or `data_dir` of `dataset_kwargs`.
+    """
+    members = task.get("task")
+    for member in members if isinstance(members, list) else []:
+        if isinstance(member, dict):  # a group's task with values of its own
+            yield from _local_data({**task, "task": None, **member})
+    values = task.get("dataset_kwargs")
+    arguments: dict[str, Any] = values if isinstance(values, dict) else {}
+    path, folder = task.get("dataset_path"), arguments.get("data_dir")
+    base = ""
+    if isinstance(path, str) and path not in _FORMATS and os.path.exists(path):
+        yield path
+        base = path
+    elif isinstance(path, str) and "/" in path:
+        folder = None  # a directory of the data set on the hub
+    if isinstance(folder, str):
+        base = str(Path(base, Path(folder).expanduser()))
+    patterns = list(_texts(arguments.get("data_files")))
+    for pattern in patterns:
+        place = os.path.join(glob.escape(base), pattern)
+        yield from glob.glob(place, recursive=True)
+    if isinstance(folder, str) and not patterns and os.path.isdir(base):
+        yield base
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the local paths and patterns in a value of `data_files`."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str) and "://" not in value:
+        yield value
+
+
+_MOST_BYTES = 4 << 30
+"""Size above which a directory of data is compared by sizes and times, as to read it takes long."""
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file's content, or one of a directory's files without hidden ones."""
+    if not path.is_dir():
+        return file_digest(path)
+    states = {name: (path / name).stat() for name in sorted(_files_below(path))}
+    if sum(state.st_size for state in states.values()) <= _MOST_BYTES:
+        entries = [[name, file_digest(path / name)] for name in states]
+    else:
+        entries = [[name, f"{each.st_size} {each.st_mtime_ns}"] for name, each in states.items()]
+    return hashlib.sha256(canonical_json(entries)).hexdigest()
+
+
+def _files_below(directory: Path) -> Iterator[str]:
+    """Yield the relative paths of a directory's files except hidden ones, which datasets skips."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    visited = set()  # a link may lead to a directory above it
+    for folder, folders, names in os.walk(directory, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [
+            name
+            for name in folders
+            if real not in visited and not name.startswith(".") and name != "__pycache__"
+        ]
+        if real not in visited:
+            paths = (Path(folder, name) for name in names if not name.startswith("."))
+            yield from (str(path.relative_to(directory)) for path in paths if path.is_file())
+        visited.add(real)
 
 
 def score_model(

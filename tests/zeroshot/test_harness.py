@@ -124,6 +124,109 @@ def test_key_has_the_content_of_tasks_and_of_their_data(tmp_path: Path) -> None:
     assert task_files(None) is None
 
 
+def changed_digests(tasks: Path, data: Path) -> set[str]:
+    """Return the names whose digest differs after a change of a file of data."""
+    before = task_files(str(tasks))
+    data.write_text(f"{data.read_text(encoding='utf-8')}#\n", encoding="utf-8")
+    after = task_files(str(tasks))
+    assert before is not None
+    assert after is not None
+    assert before.keys() == after.keys()
+    return {name for name in before if before[name] != after[name]}
+
+
+def write_yaml(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def test_key_has_the_data_that_an_included_file_names(tmp_path: Path) -> None:
+    tasks, data = tmp_path / "tasks", tmp_path / "local.jsonl"
+    data.write_text("{}\n", encoding="utf-8")
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(data)}}
+    write_yaml(tasks / "_base_yaml", files)
+    write_yaml(tasks / "_middle", {"include": ["_base_yaml"], "doc_to_text": "a"})
+    write_yaml(tasks / "one.yaml", {"task": "one", "include": "_middle"})
+    assert changed_digests(tasks, data) == {str(data)}
+
+
+def test_key_has_included_files_of_other_directories_and_their_functions(tmp_path: Path) -> None:
+    tasks, data = tmp_path / "tasks", tmp_path / "local.jsonl"
+    for path in (data, tmp_path / "utils.py"):
+        path.write_text("", encoding="utf-8")
+    base = tmp_path / "_base_yaml"
+    base.write_text("include: _base_yaml\ndoc_to_text: !function utils.text\n", encoding="utf-8")
+    write_yaml(tasks / "one.yaml", {"task": "one", "include": "../_base_yaml"})
+    assert changed_digests(tasks, base) == {str(base)}
+    assert changed_digests(tasks, tmp_path / "utils.py") == {str(tmp_path / "utils.py")}
+
+
+def test_an_included_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_yaml(tmp_path / "one.yaml", {"task": "one", "include": "_base_yaml"})
+    with pytest.raises(ConfigError, match=r"one\.yaml includes _base_yaml, but there is no file"):
+        task_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "digested"),
+    [
+        ({"dataset_path": "DATA"}, ""),
+        ({"dataset_path": "json", "dataset_kwargs": {"data_dir": "DATA"}}, ""),
+        ({"dataset_path": "json", "dataset_kwargs": {"data_dir": "DATA/below"}}, "below"),
+        (
+            {
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_dir": "DATA", "data_files": ["**/*.jsonl"]},
+            },
+            "below/a.jsonl",
+        ),
+        ({"group": "g", "task": [{"task": "b", "dataset_path": "DATA"}]}, ""),
+    ],
+)
+def test_key_has_local_directories_of_data(
+    tmp_path: Path, values: dict[str, Any], digested: str
+) -> None:
+    data = tmp_path / "data"
+    (data / "below").mkdir(parents=True)
+    (data / "below" / "a.jsonl").write_text("", encoding="utf-8")
+    (data / "below" / "up").symlink_to(data)
+    (data / ".hidden").write_text("", encoding="utf-8")
+    text = json.dumps({"task": "one"} | values).replace("DATA", str(data))
+    write_yaml(tmp_path / "tasks" / "one.yaml", json.loads(text))
+    changed = changed_digests(tmp_path / "tasks", data / "below" / "a.jsonl")
+    assert str(data / digested) in changed
+    assert changed_digests(tmp_path / "tasks", data / ".hidden") == set()
+
+
+def test_a_large_directory_of_data_is_compared_by_sizes_and_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text("{}\n", encoding="utf-8")
+    write_yaml(tmp_path / "tasks" / "one.yaml", {"task": "one", "dataset_path": str(data)})
+    monkeypatch.setattr(harness, "_MOST_BYTES", 2)
+    monkeypatch.setattr(harness, "file_digest", lambda path: refuse_data(path, data))
+    assert changed_digests(tmp_path / "tasks", data / "a.jsonl") == {str(data)}
+
+
+def refuse_data(path: Path, data: Path) -> str:
+    assert not path.is_relative_to(data)
+    return "digest"
+
+
+def test_a_data_set_of_the_hub_is_not_read_from_a_directory_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "en"):
+        (tmp_path / name).mkdir()
+    hub = {"task": "hub", "dataset_path": "owner/name", "dataset_kwargs": {"data_dir": "en"}}
+    write_yaml(tmp_path / "tasks" / "hub.yaml", hub)
+    write_yaml(tmp_path / "tasks" / "one.yaml", {"task": "one", "dataset_path": "json"})
+    assert set(task_files(str(tmp_path / "tasks")) or {}) == {"hub.yaml", "one.yaml"}
+
+
 def test_unknown_task_is_refused_with_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
