@@ -249,15 +249,14 @@ def _files_below(directory: Path) -> Iterator[str]:
     visited = set()  # a link may lead to a directory above it
     for folder, folders, names in os.walk(directory, onerror=fail, followlinks=True):
         real = os.path.realpath(folder)
-        folders[:] = [
-            name
-            for name in folders
-            if real not in visited and not name.startswith(".") and name != "__pycache__"
-        ]
-        if real not in visited:
-            paths = (Path(folder, name) for name in names if not name.startswith("."))
-            yield from (str(path.relative_to(directory)) for path in paths if path.is_file())
+        if real in visited:
+            folders.clear()
+            continue
         visited.add(real)
+        # in order, so that of two links to one directory always the same is followed
+        folders[:] = sorted({name for name in folders if name[0] != "."} - {"__pycache__"})
+        paths = (Path(folder, name) for name in names if name[0] != ".")
+        yield from (str(path.relative_to(directory)) for path in paths if path.is_file())
 
 
 def score_model(
