@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
+from datatrove.io import DataFolder, LocalFileSystem
 from datatrove.pipeline import dedup, filters
 from datatrove.pipeline.dedup import exact_dedup, minhash
 from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
@@ -43,7 +44,7 @@ from megacore.config.curate import (
 from megacore.corpus.curate_job import load_function, url_lists
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.extract import ExtractText
-from megacore.errors import ConfigError, DataFormatError
+from megacore.errors import ConfigError, DataFormatError, WorkspaceError
 
 logger.disable("datatrove")  # errors are raised, progress is counted in the receipts
 for _module_with_bars in (exact_dedup, minhash):
@@ -246,10 +247,38 @@ class _Python(BaseFilter):  # type: ignore[misc]
         return True
 
 
+class _Folder(DataFolder):  # type: ignore[misc]
+    """datatrove's folder on a local disk, whose path may have any characters.
+
+    datatrove's takes `[`, `*` and `?` of the path for patterns and lists nothing, and `::` for a
+    chain of file systems.
+    """
+
+    def __init__(self, path: Path, expected: int = 0) -> None:
+        """Take the folder, and the least number of files that a listing must have."""
+        super().__init__(str(path), fs=LocalFileSystem())
+        self._expected = expected
+
+    def glob(self, path: str, maxdepth: int | None = None, **options: Any) -> dict[str, Any]:
+        """Return details of the files that match a pattern, by their path in the folder."""
+        names = (str(file.relative_to(self.path)) for file in Path(self.path).glob(path))
+        return {name: self.info(name) for name in names}
+
+    def list_files(self, *args: Any, **options: Any) -> list[str]:
+        """Return the paths of files. Raises WorkspaceError if they are too few."""
+        files: list[str] = super().list_files(*args, **options)
+        if len(files) < self._expected:
+            raise WorkspaceError(
+                f"{self.path} shows {len(files):,} of {self._expected:,} files of a deduplication: "
+                "mount the workspace with the same content on all hosts, and start again"
+            )
+        return files
+
+
 class _Minhash(dedup.MinhashDedupSignature):  # type: ignore[misc]
     """datatrove's signatures in memory that does not grow with a document's length."""
 
-    def __init__(self, folder: str, step: MinhashDedupStep) -> None:
+    def __init__(self, folder: _Folder, step: MinhashDedupStep) -> None:
         super().__init__(folder, minhash_config(step), words_of(step.language))
         # From version 4, xxhash takes bytes only, while datatrove gives it text.
         self._hash_func = _text_hash
@@ -337,42 +366,45 @@ def duplicate_filter(step: CurateStep, label: str, folder: Path, tally: Tally) -
     """Return the block that removes the duplicates recorded in `folder`."""
     removed = _Removed(tally, label, "duplicate")
     if isinstance(step, ExactDedupStep):
-        return dedup.ExactDedupFilter(str(folder / "duplicates"), exact_config(), removed)
+        return dedup.ExactDedupFilter(_Folder(folder / "duplicates"), exact_config(), removed)
     return dedup.MinhashDedupFilter(
-        str(folder / "remove"), removed, load_cluster_ids=True, lines_to_buffer=_BUFFERED
+        _Folder(folder / "remove"), removed, load_cluster_ids=True, lines_to_buffer=_BUFFERED
     )
 
 
 def signature_block(step: CurateStep, folder: Path, place: int, finders: int) -> Any:
     """Return the block that writes the signatures of the shard at a place into `folder`."""
-    signatures = str(folder / "signatures")
+    signatures = _Folder(folder / "signatures")
     if isinstance(step, MinhashDedupStep):
         return _Minhash(signatures, step)
     return dedup.ExactDedupSignature(signatures, exact_config(place), finders)
 
 
-def finding_block(step: CurateStep, folder: Path, kind: str) -> Any:
-    """Return the block that compares signatures: of kind `find`, `buckets` or `cluster`."""
+def finding_block(step: CurateStep, folder: Path, kind: str, inputs: int) -> Any:
+    """Return the block that compares signatures: of kind `find`, `buckets` or `cluster`.
+
+    `inputs` is the number of files that a task reads.
+    """
     if isinstance(step, MinhashDedupStep):
         config = minhash_config(step)
         if kind == "buckets":
             return dedup.MinhashDedupBuckets(
-                str(folder / "signatures"),
-                str(folder / "pairs"),
+                _Folder(folder / "signatures", inputs),
+                _Folder(folder / "pairs"),
                 config=config,
                 lines_to_buffer=_BUFFERED,
             )
         return dedup.MinhashDedupCluster(
-            str(folder / "pairs"),
-            str(folder / "remove"),
+            _Folder(folder / "pairs", inputs),
+            _Folder(folder / "remove"),
             config=config,
             save_cluster_id=True,
             save_cluster_size=True,
             lines_to_buffer=_BUFFERED,
         )
     return dedup.ExactFindDedups(
-        str(folder / "signatures"),
-        str(folder / "duplicates"),
+        _Folder(folder / "signatures", inputs),
+        _Folder(folder / "duplicates"),
         exact_config(),
         lines_to_buffer=_BUFFERED,
     )
@@ -385,7 +417,7 @@ class Executor(LocalPipelineExecutor):  # type: ignore[misc]
         self, pipeline: list[Any], tasks: int, folder: Path, complete: Callable[[], None]
     ) -> None:
         """Run `pipeline`, log below `folder`, and call `complete` when a task has ended."""
-        super().__init__(pipeline, tasks=tasks, logging_dir=str(folder), skip_completed=False)
+        super().__init__(pipeline, tasks=tasks, logging_dir=_Folder(folder), skip_completed=False)
         self._complete = complete
 
     def run_task(self, rank: int) -> None:

@@ -47,7 +47,7 @@ from megacore.corpus.formats import DOCUMENT_BYTES, file_format_of
 from megacore.corpus.segments import Segment, count_newlines, divide
 from megacore.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 """Version of the curate stage, increased whenever its output changes."""
 DOCUMENTS_FOLDER = "documents"
 _URL_LISTS = ("extra_domains", "extra_urls", "banned_words", "banned_subwords", "soft_banned_words")

@@ -32,11 +32,10 @@ def run_task(work: Path, phase_name: str, rank: int) -> None:
     phase = next(phase for phase in job.phases if phase.name == phase_name)
     with workspace_errors(work), lock(job.folder(phase) / f"{rank:05d}"):
         if not job.is_done(phase, rank):
-            _await_inputs(job, phase, rank)
-            _run(job, phase, rank)
+            _run(job, phase, rank, _await_inputs(job, phase, rank))
 
 
-def _run(job: Job, phase: Phase, rank: int) -> None:
+def _run(job: Job, phase: Phase, rank: int, inputs: int) -> None:
     from megacore.corpus import curate_blocks as blocks
 
     for pattern in phase.outputs(rank):
@@ -49,7 +48,7 @@ def _run(job: Job, phase: Phase, rank: int) -> None:
         case "earlier":
             pipeline = _earlier_signatures(job, phase, rank)
         case _:
-            pipeline = _finding(job, phase)
+            pipeline = _finding(job, phase, inputs)
     executor = blocks.Executor(
         pipeline,
         phase.tasks,
@@ -59,14 +58,14 @@ def _run(job: Job, phase: Phase, rank: int) -> None:
     executor.run_task(phase.first + rank)
 
 
-def _await_inputs(job: Job, phase: Phase, rank: int) -> None:
+def _await_inputs(job: Job, phase: Phase, rank: int) -> int:
     """Wait until this host sees the files of earlier phases that a task reads.
 
     A file share may show them late, and datatrove takes a missing file for one without duplicates.
-    Raises WorkspaceError.
+    Returns the number of files that a comparison reads. Raises WorkspaceError.
     """
     if phase.kind == "earlier":
-        return
+        return 0
     number = phase.pending if phase.kind == "documents" else phase.compares
     kinds = {"documents": ("find", "cluster"), "cluster": ("buckets",)}
     tasks = [
@@ -88,6 +87,9 @@ def _await_inputs(job: Job, phase: Phase, rank: int) -> None:
         if phase.reads is not None:
             names.add(Path(phase.reads, document_file(rank)))
     _await(job.work, names)
+    # Signatures lie in a folder for each task that compares them, `0007` or `bucket_007`.
+    folders = {"find": f"{rank:04d}", "buckets": f"bucket_{rank:03d}", "cluster": "pairs"}
+    return sum(name.parent.name == folders.get(phase.kind) for name in names)
 
 
 def _await(work: Path, names: Iterable[Path]) -> None:
@@ -114,13 +116,13 @@ def _unseen(work: Path, names: Iterable[Path]) -> Path | None:
     return None
 
 
-def _finding(job: Job, phase: Phase) -> list[Any]:
+def _finding(job: Job, phase: Phase, inputs: int) -> list[Any]:
     from megacore.corpus.curate_blocks import finding_block
 
     assert phase.compares is not None
     number = phase.compares
     step, folder = job.steps[number], job.work / f"dedup-{number}"
-    pipeline: list[Any] = [finding_block(step, folder, phase.kind)]
+    pipeline: list[Any] = [finding_block(step, folder, phase.kind, inputs)]
     if job.compares_sources(number) and phase.kind != "buckets":
         owners = [source for source, _ in job.earlier]
         pipeline.append(Attribution(folder, owners, len(job.shards), near=phase.kind == "cluster"))

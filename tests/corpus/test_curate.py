@@ -32,7 +32,13 @@ from megacore.corpus.curate_blocks import SeparatedWords, minhash_config
 from megacore.corpus.curate_job import CurateOptions, fingerprint, plan_phases
 from megacore.corpus.curate_report import report_text
 from megacore.corpus.segments import jsonl_segments
-from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    DownloadError,
+    WorkerLostError,
+    WorkspaceError,
+)
 
 OPTIONS = CurateOptions(shard_bytes=100_000, workers=1)
 NEAR = {"step": "minhash_dedup", "n_grams": 2, "num_buckets": 80, "hashes_per_bucket": 5}
@@ -313,6 +319,40 @@ def test_of_exact_duplicates_the_first_is_kept(tmp_path: Path) -> None:
         options=replace(OPTIONS, shard_bytes=10**9),
     )
     assert again == kept
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "what*?", "a::b{c}"])
+def test_deduplication_works_in_a_directory_of_any_name(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    file = write(
+        folder / "in.jsonl", [f"document {number % 5} of a few words" for number in range(40)]
+    )
+    options = replace(OPTIONS, shard_bytes=500)
+    kept, report = run(folder, file, {"step": "exact_dedup"}, name="exact", options=options)
+    assert [line for _, line in kept] == [1, 2, 3, 4, 5]
+    assert report["steps"][0]["duplicates"]["clusters"] == 5
+    near = {"step": "minhash_dedup", "n_grams": 2, "num_buckets": 4}
+    kept, report = run(folder, file, near, name="near", options=options)
+    assert len(kept) == 1
+    assert report["steps"][0]["duplicates"]["largest"] == 40
+
+
+def test_a_comparison_that_does_not_see_all_signatures_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datatrove.io import DataFolder
+
+    original = DataFolder.list_files
+    monkeypatch.setattr(
+        DataFolder,
+        "list_files",
+        lambda folder, *args, **options: original(folder, *args, **options)[1:],
+    )
+    file = write(tmp_path / "in.jsonl", passages(40)[:20])
+    for step in ("exact_dedup", "minhash_dedup"):
+        with pytest.raises(WorkspaceError, match=r"signatures shows 0 of 1 files"):
+            run(tmp_path, file, {"step": step}, name=step)
 
 
 def test_a_task_may_open_a_file_of_each_shard(tmp_path: Path) -> None:
