@@ -1,6 +1,9 @@
 """A page that cannot be extracted is removed with its reason, and the next ones are extracted."""
 
+import os
+import signal
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ from megacore.config.curate import ExtractTextStep
 from megacore.corpus import extract
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.extract import ExtractText
+from megacore.errors import WorkerLostError
 
 TEXT = "A sentence of some length that a reader would go on with. " * 5
 PAGE = f"<html><body><nav>Menu</nav><article><p>{TEXT}</p></article></body></html>"
@@ -40,15 +44,46 @@ def test_a_page_over_the_time_limit_is_removed() -> None:
     assert tally.changed == {"1 extract_text": 2}
 
 
-def test_a_page_that_ends_the_process_is_removed() -> None:
+def test_a_page_that_crashes_the_process_is_removed() -> None:
     step = ExtractTextStep(step="extract_text")
     block = extract._Extractor(step)
     with closing(block) as extractor:
-        assert extractor.main_text(PAGE) == (TEXT.strip(), "")
+        assert extractor.main_text(PAGE, "a") == (TEXT.strip(), "")
         assert block._process is not None
-        block._process.kill()
-        block._process.join()
-        assert extractor.main_text(PAGE) == (None, "extraction failed")
-        assert extractor.main_text(PAGE) == (TEXT.strip(), "")
+        end(block._process, signal.SIGSEGV)
+        assert extractor.main_text(PAGE, "a") == (None, "extraction failed")
+        assert extractor.main_text(PAGE, "a") == (TEXT.strip(), "")
         process = block._process
     assert not process.is_alive()
+
+
+def end(process: Any, number: int) -> None:
+    os.kill(process.pid, number)
+    process.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_is_not_the_fault_of_a_page(number: int) -> None:
+    block = extract._Extractor(ExtractTextStep(step="extract_text"))
+    with closing(block) as extractor:
+        assert extractor.main_text(PAGE, "a") == (TEXT.strip(), "")
+        end(block._process, number)
+        with pytest.raises(WorkerLostError, match=f"text of page 7 ended with signal {number:d} "):
+            extractor.main_text(PAGE, "page 7")
+        assert extractor.main_text(PAGE, "a") == (TEXT.strip(), "")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("raise ImportError", "exit code 1 while it imported trafilatura"),
+        ("def extract(*_, **options): raise MemoryError", "text of 0 ended with exit code 1"),
+    ],
+)
+def test_a_process_that_cannot_start_or_lacks_memory_ends_the_stage(
+    module: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trafilatura.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))  # spawned processes take this path
+    with pytest.raises(WorkerLostError, match=message):
+        extracted(ExtractTextStep(step="extract_text"), PAGE)
