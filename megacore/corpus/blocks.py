@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -115,29 +115,62 @@ class RowBlock(Block):
 
     def texts(self) -> tuple[list[str], list[BadLine]]:
         """Return the texts of the column, and the rows that are null or not UTF-8."""
-        try:
-            texts: list[str | None] = self._column.to_pylist()
-        except UnicodeDecodeError:
-            texts = [None] * len(self._column)
-        if None not in texts:
-            return [text for text in texts if text is not None], []
-        return self._texts_one_by_one()
-
-    def _texts_one_by_one(self) -> tuple[list[str], list[BadLine]]:
-        texts: list[str] = []
+        rows = self.rows()
+        texts = [row for row in rows if isinstance(row, str)]
+        if len(texts) == len(rows):
+            return texts, []
         bad: list[BadLine] = []
-        for number, scalar in enumerate(self._column, self._first_row):
-            try:
-                text = scalar.as_py()
-                problem = f"is null under {self.segment.key!r}" if text is None else ""
-            except UnicodeDecodeError as error:
-                problem = f"is not UTF-8 under {self.segment.key!r} ({error.reason})"
-            if problem:
-                reason = f"{self.path} row {number} {problem}: repair or remove the row"
-                bad.append(BadLine(self.path, number, reason, len(texts)))
-            else:
-                texts.append(text)
+        for place, row in enumerate(rows):
+            if isinstance(row, BadLine):
+                bad.append(replace(row, position=place - len(bad)))
         return texts, bad
+
+    def rows(self) -> list[str | BadLine]:
+        """Return the text of each row, or its problem, without position, in its place."""
+        key, first = self.segment.key, self._first_row
+        return [
+            _bad_row(self.path, number, f"is null under {key!r}") if value is None else value
+            for number, value in enumerate(_values(self.path, key, self._column, first), first)
+        ]
+
+
+def read_rows(segment: Segment, first_row: int) -> Iterator[dict[str, Any] | BadLine]:
+    """Yield the fields of each row of a parquet segment, or its problem, without position.
+
+    `first_row` is the number of the first one. A row must have a text under the segment's key.
+    """
+    path, key = segment.path, segment.key
+    for batch in local_files.read_batches(path, None, segment.start, segment.stop):
+        names = batch.schema.names
+        columns = [
+            RowBlock(segment, column, first_row).rows()
+            if name == key
+            else _values(path, name, column, first_row)
+            for name, column in zip(names, batch.columns, strict=True)
+        ]
+        for values in zip(*columns, strict=True):
+            bad = next((value for value in values if isinstance(value, BadLine)), None)
+            yield dict(zip(names, values, strict=True)) if bad is None else bad
+        first_row += len(batch)
+
+
+def _values(path: str, name: str, column: Any, first_row: int) -> list[Any]:
+    """Return the values of an arrow array; one that is not UTF-8 as a BadLine."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except UnicodeDecodeError:
+        values = []
+    for number, scalar in enumerate(column, first_row):
+        try:
+            values.append(scalar.as_py())
+        except UnicodeDecodeError as error:
+            values.append(_bad_row(path, number, f"is not UTF-8 under {name!r} ({error.reason})"))
+    return values
+
+
+def _bad_row(path: str, number: int, problem: str) -> BadLine:
+    return BadLine(path, number, f"{path} row {number} {problem}: repair or remove the row", 0)
 
 
 def read_blocks(

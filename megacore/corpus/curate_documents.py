@@ -11,8 +11,7 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from megacore.corpus import local_files
-from megacore.corpus.blocks import BadLine, LineBlock, read_blocks
+from megacore.corpus.blocks import BadLine, LineBlock, RowBlock, read_blocks, read_rows
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.documents import parse_fields
 from megacore.corpus.formats import file_format_of, too_large
@@ -104,22 +103,21 @@ class ReadShard(PipelineStep):  # type: ignore[misc]
 
     def _rows(self, segment: Segment, number: int) -> Iterator[Document | BadLine]:
         path, key = segment.path, segment.key
-        if self._all_fields:
-            rows = local_files.read_rows(path, None, segment.start, segment.stop)
-        else:
-            columns = local_files.read_column(
-                path, key, segment.start, segment.stop, _BLOCK_BYTES, self._limit
-            )
-            rows = ({key: text} for column in columns for text in column.to_pylist())
-        for number, fields in enumerate(rows, number):  # noqa: B020
-            text = fields.pop(key)
-            if text is None:
-                reason = f"{path} row {number} is null under {key!r}: repair or remove the row"
-                yield BadLine(path, number, reason, 0)
-            elif len(text.encode()) > self._limit:
+        rows = read_rows(segment, number) if self._all_fields else self._texts(segment)
+        for number, row in enumerate(rows, number):  # noqa: B020
+            if isinstance(row, BadLine):
+                yield row
+                continue
+            text = row.pop(key)
+            if len(text.encode()) > self._limit:
                 raise too_large(f"{path} row {number}", f"{len(text):,} characters", self._limit)
-            else:
-                yield self._document(text, fields, f"{path}:{number}")
+            yield self._document(text, row, f"{path}:{number}")
+
+    def _texts(self, segment: Segment) -> Iterator[dict[str, Any] | BadLine]:
+        for block in read_blocks([segment], _BLOCK_BYTES, self._limit):
+            assert isinstance(block, RowBlock)
+            for row in block.rows():
+                yield row if isinstance(row, BadLine) else {segment.key: row}
 
     def _document(self, text: str, fields: dict[str, Any], place: str) -> Document:
         source = fields.pop("source", None) if self._named else None

@@ -145,12 +145,19 @@ def read_rows(
     path: str | Path, columns: list[str] | None, start: int = 0, stop: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield some columns (None: all) of each row of row groups start … stop-1, in order."""
+    for batch in read_batches(path, columns, start, stop):
+        yield from batch.to_pylist()
+
+
+def read_batches(
+    path: str | Path, columns: list[str] | None, start: int = 0, stop: int | None = None
+) -> Iterator[Any]:
+    """Yield arrow batches with some columns (None: all) of row groups start … stop-1, in order."""
     with _open(path) as file:
         groups = range(start, file.num_row_groups if stop is None else stop)
-        for batch in file.iter_batches(
+        yield from file.iter_batches(
             _BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False
-        ):
-            yield from batch.to_pylist()
+        )
 
 
 def read_column(

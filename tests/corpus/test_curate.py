@@ -548,6 +548,32 @@ def test_rows_of_parquet_files_have_their_fields_and_numbers(tmp_path: Path) -> 
     assert [line for _, line in kept] == list(range(1, 41))
 
 
+def test_rows_that_are_null_or_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def column(*values: bytes | None) -> Any:
+        return pa.Array.from_buffers(pa.string(), len(values), pa.array(values).buffers())
+
+    texts = column(b"one", b"\xff", None, b"four", b"five")
+    others = column(None, b"b", b"c", b"\xe4", b"e")
+    file = tmp_path / "in.parquet"
+    parquet.write_table(pa.table({"other": others, "text": texts}), file)
+    every = functions(tmp_path)
+    every.write_text("def every(document): return True")
+    for steps, kept_rows in (
+        ([{"step": "pii"}], [("one", 1), ("four", 4), ("five", 5)]),
+        ([{"step": "python", "function": f"{every}:every"}], [("one", 1), ("five", 5)]),
+    ):
+        name = steps[0]["step"]
+        with pytest.raises(DataFormatError, match=r"parquet row 2 is not UTF-8 under 'text' \("):
+            run(tmp_path, file, *steps, name=name)
+        options = replace(OPTIONS, skip_bad_lines=True)
+        kept, report = run(tmp_path, file, *steps, name=f"skip-{name}", options=options)
+        assert kept == kept_rows
+        assert report["skipped_lines"] == 5 - len(kept_rows)
+
+
 def test_a_corpus_of_which_nothing_is_kept_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", ["short", "also short"])
     with pytest.raises(DataFormatError, match="keeps none of 2 documents; 1 gopher_quality remo"):
