@@ -43,7 +43,8 @@ class Tally:
     def note_kept(self, document: Any) -> None:
         """Count a document that is kept."""
         _count(document, self.kept, self.lengths_kept)
-        if (language := document.metadata.get("language")) and self.languages_read:
+        # A field of the source may have this name; the report shows it only if a step counted.
+        if isinstance(language := document.metadata.get("language"), str):
             self.languages_kept[language] += 1
 
     def note_removed(self, step: str, reason: str, document: Any) -> None:
@@ -111,6 +112,7 @@ def merged_report(
         return counts
 
     read, kept, changed = total("read"), total("kept"), total("changed")
+    languages = total("languages_read")
     rows = []
     for label in ("empty", *labels):
         reasons: Counter[str] = Counter()
@@ -141,8 +143,8 @@ def merged_report(
         "steps": rows,
         "words_per_document": _lengths(total("lengths_read"), total("lengths_kept")),
         "languages": {
-            "read": dict(total("languages_read").most_common()),
-            "kept": dict(total("languages_kept").most_common()),
+            "read": dict(languages.most_common()),
+            "kept": dict(total("languages_kept").most_common()) if languages else {},
         },
     }
 

@@ -407,6 +407,20 @@ def test_languages_are_identified_with_the_given_model(tmp_path: Path) -> None:
         check_steps(steps_of(step))
 
 
+def test_languages_are_counted_over_a_deduplication(tmp_path: Path) -> None:
+    pytest.importorskip("fasttext", reason="it has no wheel for this Python")
+    model = write_model(tmp_path / "lid.bin")
+    step = {"step": "language_id", "model": str(model), "languages": ["en", "de"]}
+    texts = ["the people of that town\nhave been with us", "die leute der stadt"] * 3
+    file = write(tmp_path / "in.jsonl", [{"text": text, "language": "x"} for text in texts])
+    _, report = run(tmp_path, file, step, {"step": "exact_dedup"})
+    assert report["languages"] == {"read": {"de": 3, "en": 3}, "kept": {"en": 1, "de": 1}}
+    path = functions(tmp_path)
+    path.write_text("def every(document): return True")
+    _, report = run(tmp_path, file, {"step": "python", "function": f"{path}:every"}, name="none")
+    assert report["languages"] == {"read": {}, "kept": {}}
+
+
 def test_a_model_that_cannot_be_downloaded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
