@@ -318,6 +318,9 @@ class Job:
             if values["digest"] == digest:
                 write_json(path, values | current)
                 return cls.read(work)
+        # A kill between the deletions must not leave a job whose files are missing.
+        path.unlink(missing_ok=True)
+        sync_directory(work)
         for stale in work.glob("[!.]*"):  # not the caller's lock
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         shards = divide(parts, options.shard_bytes)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -29,7 +30,7 @@ from megacore.config.load import validated
 from megacore.corpus import curate as stage
 from megacore.corpus.curate import check_steps, curate_segments
 from megacore.corpus.curate_blocks import SeparatedWords, minhash_config
-from megacore.corpus.curate_job import CurateOptions, fingerprint, plan_phases
+from megacore.corpus.curate_job import CurateOptions, Job, fingerprint, plan_phases
 from megacore.corpus.curate_report import report_text
 from megacore.corpus.segments import jsonl_segments
 from megacore.errors import (
@@ -654,6 +655,27 @@ def test_a_receipt_whose_file_is_damaged_does_not_count(tmp_path: Path) -> None:
         path.unlink()
     os.rmdir(tmp_path / "out")
     assert run(tmp_path, file, {"step": "pii"})[0] == kept
+
+
+def test_an_attempt_that_is_discarded_loses_its_job_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "in.jsonl", ["one", "two"])
+    run(tmp_path, file, {"step": "pii"})
+    work = tmp_path / "out.work"
+    left: list[bool] = []
+
+    def killed(path: Path) -> None:
+        left.append((work / "job.json").exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    glob = Path.glob  # in the worst order, job.json last
+    monkeypatch.setattr(Path, "glob", lambda *values: sorted(glob(*values), key=Path.is_file))
+    steps = steps_of({"step": "exact_dedup"})
+    with pytest.raises(KeyboardInterrupt):
+        Job.prepare(work, jsonl_segments([file], "text"), steps, {}, OPTIONS, named=False)
+    assert left == [False]
 
 
 def test_phases_end_at_deduplications() -> None:
