@@ -24,6 +24,7 @@ from megacore.corpus.formats import (
     pieces,
     too_long,
     unreadable,
+    written_line_bytes,
 )
 from megacore.corpus.segments import Segment, count_newlines, first_line, segments
 from megacore.errors import DataFormatError
@@ -242,6 +243,7 @@ class _LineNumbers:
 
 
 def _plain_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> Iterator[Block]:
+    limit = written_line_bytes(document_bytes) if segment.written else document_bytes
     with open_file(segment.path) as file:
         stop = file.seek(0, 2) if segment.stop is None else segment.stop
         offset, numbers, length = segment.start, _LineNumbers(segment.path), block_bytes
@@ -257,16 +259,16 @@ def _plain_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> It
                     f"{segment.path} became shorter while it was read: start again when it is whole"
                 )
             size = length if offset + length == stop else data.rfind(b"\n") + 1
-            long = long_line(data, document_bytes)
+            long = long_line(data, limit)
             if long is not None:
-                raise too_long(segment.path, "plain", offset + long, document_bytes)
+                raise too_long(segment.path, "plain", offset + long, limit)
             if size:
                 # The incomplete line beyond `size` is read again with the next block, which is
                 # cheaper than copying it.
                 yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
                 offset, length = offset + size, block_bytes
             else:
-                length = min(2 * length, document_bytes + 1)
+                length = min(2 * length, limit + 1)
 
 
 def _decompressed_blocks(

@@ -405,7 +405,7 @@ def remove_documents(
             f"evaluate.contamination: remove leaves none of {counts['removed']:,} documents of "
             f"{corpus}: raise evaluate.contamination_ngram, or evaluate on other texts"
         )
-    write_sources(directory, "jsonl", files, key="text")
+    write_sources(directory, "jsonl", files, key="text", written=True)
     examples = list(chain.from_iterable(receipt["examples"] for receipt in receipts))
     write_json(directory / REPORT_NAME, {**counts, "examples": examples[:_EXAMPLES]})
     return {**counts, "files": len(files), "skipped_files": 0}

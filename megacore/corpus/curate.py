@@ -198,7 +198,7 @@ def curate_segments(
             f"data.curate keeps none of {read:,} documents; {worst['step']} removed "
             f"{worst['removed']:,}: relax or remove a step"
         )
-    write_sources(directory, "jsonl", files, key="text")
+    write_sources(directory, "jsonl", files, key="text", written=True)
     write_json(directory / REPORT_NAME, report)
     return {
         "documents": kept,

@@ -14,7 +14,7 @@ from datatrove.pipeline.base import PipelineStep
 from megacore.corpus.blocks import BadLine, LineBlock, RowBlock, read_blocks, read_rows
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.documents import parse_fields
-from megacore.corpus.formats import file_format_of, too_large
+from megacore.corpus.formats import file_format_of, too_large, written_line_bytes
 from megacore.corpus.segments import Segment
 from megacore.corpus.web_pages import read_pages
 from megacore.errors import DataFormatError
@@ -153,7 +153,10 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
     type, name = "write", "documents"
 
     def __init__(self, path: Path, tally: Tally | None, limit: int) -> None:
-        """Write `path`. With `tally` these are the documents kept, without their fields."""
+        """Write `path`. With `tally` these are the documents kept, without their fields.
+
+        Their texts have at most `limit` bytes.
+        """
         super().__init__()
         self._path, self._tally, self._limit = path, tally, limit
 
@@ -179,6 +182,9 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
                 f"{document.id} cannot be written as JSON ({reason}): repair or remove it, "
                 "or correct the step that changes it"
             ) from error
-        if self._tally is not None and len(line) > self._limit + 1:
-            raise too_large(document.id, f"{len(line) - 1:,} bytes as JSON", self._limit)
+        if self._tally is not None and len(line) > self._limit:
+            if (size := len(document.text.encode())) > self._limit:
+                raise too_large(document.id, f"{size:,} bytes", self._limit)
+            if len(line) - 1 > (limit := written_line_bytes(self._limit)):
+                raise too_large(document.id[:200], f"{len(line) - 1:,} bytes as JSON", limit)
         return line

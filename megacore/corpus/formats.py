@@ -30,6 +30,10 @@ _MEASURED = 4
 """A line that is too long is measured up to this multiple of the limit."""
 DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
 """Default maximum size of a document in bytes, for readers that have no configuration."""
+_ESCAPED = 6
+"""Maximum number of bytes of JSON per byte of text: those of a control character."""
+_SOURCE_BYTES = 1 << 20
+"""Bytes of a line that this package writes for the name of the document's source."""
 RAISE = "raise data.max_document_mb"
 ADVICE = f"divide or remove it, or {RAISE}"
 """Advice on a document over the limit, where the configuration sets the limit."""
@@ -138,6 +142,11 @@ def lines(
             yield from others[:-1]
             parts = others[-1:]
     yield b"".join(parts)
+
+
+def written_line_bytes(document_bytes: int) -> int:
+    """Return the maximum size of a line that curation writes for a text of `document_bytes`."""
+    return _ESCAPED * document_bytes + _SOURCE_BYTES
 
 
 def long_line(data: bytes, limit: int, before: int = 0) -> int | None:

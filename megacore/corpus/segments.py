@@ -28,6 +28,8 @@ class Segment:
     """End (exclusive); None for the end of the file."""
     first_page: int | None = None
     """Number of the first page, from 1, of a WARC file; None for files of other formats."""
+    written: bool = False
+    """True for lines of curation, which add a source and JSON's escapes to a document's bytes."""
 
 
 def segments(directory: Path) -> list[Segment]:
@@ -47,7 +49,8 @@ def segments(directory: Path) -> list[Segment]:
             f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a "
             "tokenizer that exists (gpt2-bpe or hf), since none can be trained on them"
         )
-    return [Segment(file.path, facts["key"]) for file in files]
+    written = bool(facts.get("written"))
+    return [Segment(file.path, facts["key"], written=written) for file in files]
 
 
 def jsonl_segments(paths: Sequence[str | Path], key: str) -> list[Segment]:

@@ -28,11 +28,12 @@ from datatrove.utils.lid import FT176LID
 from megacore.config.curate import CurateSteps
 from megacore.config.load import validated
 from megacore.corpus import curate as stage
+from megacore.corpus.blocks import read_blocks
 from megacore.corpus.curate import check_steps, curate_segments
 from megacore.corpus.curate_blocks import SeparatedWords, minhash_config
 from megacore.corpus.curate_job import CurateOptions, Job, fingerprint, plan_phases
 from megacore.corpus.curate_report import report_text
-from megacore.corpus.segments import jsonl_segments
+from megacore.corpus.segments import jsonl_segments, segments
 from megacore.errors import (
     ConfigError,
     DataFormatError,
@@ -587,6 +588,27 @@ def test_rows_that_are_null_or_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
         kept, report = run(tmp_path, file, *steps, name=f"skip-{name}", options=options)
         assert kept == kept_rows
         assert report["skipped_lines"] == 5 - len(kept_rows)
+
+
+def test_a_document_of_the_limit_is_kept_and_read_again(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = tmp_path / "in.parquet"
+    parquet.write_table(pa.table({"text": ["\x01" * 999 + "a", "b"]}), file)
+    options = replace(OPTIONS, document_bytes=1000)
+    kept, _ = run(tmp_path, file, {"step": "pii"}, options=options)
+    again = [
+        text
+        for block in read_blocks(segments(tmp_path / "out"), 100, 1000)
+        for text in block.texts()[0]
+    ]
+    assert again == [text for text, _ in kept] == ["\x01" * 999 + "a", "b"]
+    path = functions(tmp_path)
+    path.write_text("def longer(document): return {'text': document['text'] + 'c'}")
+    step = {"step": "python", "function": f"{path}:longer"}
+    with pytest.raises(DataFormatError, match=r"parquet:1 is a document of 1,001 bytes, over the"):
+        run(tmp_path, file, step, name="longer", options=options)
 
 
 def test_a_corpus_of_which_nothing_is_kept_is_refused(tmp_path: Path) -> None:
