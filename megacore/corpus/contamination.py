@@ -401,14 +401,31 @@ def remove_documents(
         for name in ("documents", "bytes", "words", "removed", "removed_copies")
     }
     if not counts["documents"]:
-        raise DataFormatError(
-            f"evaluate.contamination: remove leaves none of {counts['removed']:,} documents of "
-            f"{corpus}: raise evaluate.contamination_ngram, or evaluate on other texts"
-        )
+        raise _nothing_left(corpus, counts["removed"], counts["removed_copies"])
     write_sources(directory, "jsonl", files, key="text", written=True)
     examples = list(chain.from_iterable(receipt["examples"] for receipt in receipts))
     write_json(directory / REPORT_NAME, {**counts, "examples": examples[:_EXAMPLES]})
     return {**counts, "files": len(files), "skipped_files": 0}
+
+
+def _nothing_left(corpus: Path, removed: int, copies: int) -> DataFormatError:
+    """Return the error for a corpus of which no document stays, with its remedy."""
+    if not removed:
+        return DataFormatError(
+            f"{corpus} has no documents in which evaluate.contamination could search: give "
+            "another data.source"
+        )
+    if removed == copies:
+        return DataFormatError(
+            f"evaluate.contamination: remove leaves none of {removed:,} documents of {corpus}, "
+            "because all are copies of documents of earlier sources: remove this source from the "
+            "blend"
+        )
+    return DataFormatError(
+        f"evaluate.contamination: remove leaves none of {removed:,} documents of {corpus}, of "
+        f"which {removed - copies:,} share an n-gram with an evaluation set and {copies:,} are "
+        "copies of others: raise evaluate.contamination_ngram, or evaluate on other texts"
+    )
 
 
 def _copies(searches: Sequence[Path], number: int) -> npt.NDArray[np.int64]:

@@ -228,6 +228,27 @@ def test_removal_leaves_out_hits_and_copies_of_all_sources(tmp_path: Path) -> No
             )
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["  "], "c1 has no documents in which .*: give another data.source"),
+        (["two", "ONE "], "none of 2 documents .* all are copies .*: remove this source"),
+        (["two", ITEM], "none of 2 .* 1 share an n-gram .* 1 are copies .*: raise evaluate"),
+    ],
+)
+def test_the_reason_for_which_no_document_stays_is_named(
+    texts: list[str], message: str, tmp_path: Path
+) -> None:
+    searches = [tmp_path / "s0", tmp_path / "s1"]
+    for number, rows in enumerate((["one", "two"], texts)):
+        searched(write_corpus(tmp_path / f"c{number}", rows), searches[number])
+    options = CurateOptions(workers=1)
+    with pytest.raises(DataFormatError, match=message):
+        remove_documents(
+            tmp_path / "c1", searches, 1, tmp_path, tmp_path / "w", options, named=False
+        )
+
+
 def test_sets_of_several_sources_are_joined(tmp_path: Path) -> None:
     for number, text in enumerate((ITEM, OTHER)):
         searched(write_corpus(tmp_path / f"c{number}", [text]), tmp_path / f"s{number}")
