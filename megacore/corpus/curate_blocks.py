@@ -43,6 +43,7 @@ from megacore.config.curate import (
 )
 from megacore.corpus.curate_job import load_function, url_lists
 from megacore.corpus.curate_report import Tally
+from megacore.corpus.curate_sources import FALLEN
 from megacore.corpus.extract import ExtractText
 from megacore.errors import ConfigError, DataFormatError, WorkspaceError
 
@@ -101,14 +102,19 @@ def words_of(language: str | None) -> Any:
 
 
 class _Removed:
-    """Writer of removed documents, in datatrove's sense, that counts them instead."""
+    """Writer of removed documents, in datatrove's sense, that counts them instead.
 
-    def __init__(self, tally: Tally, step: str, reason: str) -> None:
+    Without a `reason`, datatrove's filter gives it; otherwise a source may have a field of the name
+    under which it does.
+    """
+
+    def __init__(self, tally: Tally, step: str, reason: str | None = None) -> None:
         self._tally, self._step, self._reason = tally, step, reason
 
     def write(self, document: Document, rank: int = 0) -> None:
         """Count a removed document."""
-        reason = document.metadata.pop("filter_reason", None) or self._reason
+        fields = document.metadata
+        reason = fields.get(FALLEN) or self._reason or fields.get("filter_reason", "removed")
         self._tally.note_removed(self._step, str(reason), document)
 
     def __enter__(self) -> "_Removed":
@@ -323,7 +329,7 @@ def filter_blocks(
     """Return the blocks of steps other than deduplications, which are given with their labels."""
     blocks: list[Any] = []
     for label, step in steps:
-        removed = _Removed(tally, label, "false" if isinstance(step, PythonStep) else "removed")
+        removed = _Removed(tally, label, "false" if isinstance(step, PythonStep) else None)
         blocks.append(_block(label, step, tally, removed, models))
         if isinstance(step, C4QualityStep | PythonStep):
             blocks.append(_WithText(_Removed(tally, label, "empty")))

@@ -14,6 +14,7 @@ from datatrove.pipeline.base import PipelineStep
 from megacore.corpus.blocks import BadLine, LineBlock, RowBlock, read_blocks, read_rows
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.documents import parse_fields
+from megacore.corpus.extract import PLAIN
 from megacore.corpus.formats import file_format_of, too_large, written_line_bytes
 from megacore.corpus.segments import Segment
 from megacore.corpus.web_pages import read_pages
@@ -82,7 +83,7 @@ class ReadShard(PipelineStep):  # type: ignore[misc]
                     f"{place} is HTML: put the step extract_text into data.curate, first or after "
                     "the step url"
                 )
-            fields: dict[str, Any] = {} if page.is_html else {"plain": True}
+            fields: dict[str, Any] = {} if page.is_html else {PLAIN: True}
             if self._all_fields:
                 fields |= {"url": page.url, "date": page.date}
             yield Document(text=page.text, id=place, metadata=fields)

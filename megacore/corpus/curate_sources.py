@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+FALLEN = "megacore.fallen"
+"""Field with the reason of a document's removal, if it falls to an earlier source."""
 _SIGNATURE = np.dtype([("hash", "<u8"), ("priority", "<u2"), ("doc", "<u4")])
 """datatrove's record of an exact signature; a file is sorted by hash."""
 
@@ -98,7 +100,7 @@ class SourceNames:
         )
         for number, document in enumerate(data):
             if number in sources:
-                document.metadata["filter_reason"] = f"duplicate of source {sources[number]}"
+                document.metadata[FALLEN] = f"duplicate of source {sources[number]}"
             yield document
 
 

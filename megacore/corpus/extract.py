@@ -12,6 +12,8 @@ from megacore.config.curate import ExtractTextStep
 from megacore.corpus.curate_report import Tally
 from megacore.errors import ConfigError, WorkerLostError
 
+PLAIN = "megacore.plain"
+"""Field that marks a text that is not HTML; the fields of a source have other names."""
 _STOP_SECONDS = 5.0
 _PAGE_SIGNALS: dict[int, str] = {
     signal.SIGPROF: "time limit",
@@ -37,7 +39,7 @@ def check_installed() -> None:
 class ExtractText:
     """Block that replaces the HTML of documents by their main text, and removes those without one.
 
-    A text that is marked as `plain` in its metadata stays.
+    A text with the field PLAIN stays.
     """
 
     def __init__(self, tally: Tally, label: str, step: ExtractTextStep) -> None:
@@ -48,7 +50,7 @@ class ExtractText:
         """Yield the documents that have a text. Raises WorkerLostError."""
         with closing(_Extractor(self._step)) as extractor:
             for document in data:
-                if document.metadata.pop("plain", False):
+                if document.metadata.pop(PLAIN, False):
                     yield document
                     continue
                 text, reason = extractor.main_text(document.text, document.id)

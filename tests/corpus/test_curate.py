@@ -590,6 +590,15 @@ def test_rows_that_are_null_or_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
         assert report["skipped_lines"] == 5 - len(kept_rows)
 
 
+def test_fields_of_the_source_do_not_replace_reasons(tmp_path: Path) -> None:
+    path = functions(tmp_path)
+    rows = [{"text": "text", "n": number, "filter_reason": "mine"} for number in range(3)]
+    file = write(tmp_path / "in.jsonl", [*rows, {"text": "a", "n": 7, "filter_reason": "mine"}])
+    function = {"step": "python", "function": f"{path}:choose"}
+    _, report = run(tmp_path, file, {"step": "exact_dedup"}, function)
+    assert [row["reasons"] for row in report["steps"]] == [{"duplicate": 2}, {"false": 1}]
+
+
 def test_a_document_of_the_limit_is_kept_and_read_again(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet

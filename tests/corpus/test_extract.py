@@ -14,7 +14,7 @@ pytest.importorskip("trafilatura", reason="the extra web is not installed")
 from megacore.config.curate import ExtractTextStep
 from megacore.corpus import extract
 from megacore.corpus.curate_report import Tally
-from megacore.corpus.extract import ExtractText
+from megacore.corpus.extract import PLAIN, ExtractText
 from megacore.errors import WorkerLostError
 
 TEXT = "A sentence of some length that a reader would go on with. " * 5
@@ -55,6 +55,15 @@ def test_a_page_that_crashes_the_process_is_removed() -> None:
         assert extractor.main_text(PAGE, "a") == (TEXT.strip(), "")
         process = block._process
     assert not process.is_alive()
+
+
+def test_a_field_of_the_source_named_plain_has_no_effect() -> None:
+    page, text = documents(PAGE, "no <b>HTML</b>")
+    page.metadata["plain"] = True
+    text.metadata[PLAIN] = True
+    block = ExtractText(Tally(), "1 extract_text", ExtractTextStep(step="extract_text"))
+    kept = [(each.text, each.metadata) for each in block([page, text])]
+    assert kept == [(TEXT.strip(), {"plain": True}), ("no <b>HTML</b>", {})]
 
 
 def end(process: Any, number: int) -> None:
