@@ -22,6 +22,7 @@ from megacore.corpus.formats import (
     long_line,
     open_file,
     pieces,
+    too_large,
     too_long,
     unreadable,
     written_line_bytes,
@@ -265,10 +266,23 @@ def _plain_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> It
             if size:
                 # The incomplete line beyond `size` is read again with the next block, which is
                 # cheaper than copying it.
-                yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
+                block = LineBlock(segment, data, size, first=partial(numbers.at, offset))
+                if segment.written and long_line(data, document_bytes) is not None:
+                    _check_texts(block, numbers.at(offset), document_bytes)
+                yield block
                 offset, length = offset + size, block_bytes
             else:
                 length = min(2 * length, limit + 1)
+
+
+def _check_texts(block: LineBlock, first_line: int, document_bytes: int) -> None:
+    """Raise DataFormatError if a text, without what its line adds, is over `document_bytes`."""
+    for number, line in enumerate(block.lines(), first_line):
+        if len(line) > document_bytes:
+            place = f"{block.path}:{number}"
+            size = len(parse_document(line, block.segment.key, place).encode())
+            if size > document_bytes:
+                raise too_large(place, f"{size:,} bytes", document_bytes)
 
 
 def _decompressed_blocks(

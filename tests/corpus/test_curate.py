@@ -613,6 +613,8 @@ def test_a_document_of_the_limit_is_kept_and_read_again(tmp_path: Path) -> None:
         for text in block.texts()[0]
     ]
     assert again == [text for text, _ in kept] == ["\x01" * 999 + "a", "b"]
+    with pytest.raises(DataFormatError, match=r"jsonl:1 is a document of 1,000 bytes, over the"):
+        list(read_blocks(segments(tmp_path / "out"), 100, 999))
     path = functions(tmp_path)
     path.write_text("def longer(document): return {'text': document['text'] + 'c'}")
     step = {"step": "python", "function": f"{path}:longer"}
