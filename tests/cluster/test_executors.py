@@ -221,25 +221,32 @@ def test_a_task_waits_for_receipts_and_files_that_a_share_shows_late(
 
 PROGRAM = """#!/bin/sh
 case "$0" in
-*sbatch) echo x >>submitted; echo 7 ;;
-*scancel) touch cancelled ;;
-*scontrol) if [ -e cancelled ]; then echo 'JobId=7 AFTER'; else echo 'JobId=7 RECORD'; fi ;;
+*sbatch) echo x >>submitted; cp records shown; echo 7 ;;
+*scancel) echo "$*" >>cancels; if [ -e "after-$1" ]; then cp "after-$1" shown; fi ;;
+*scontrol) cat shown ;;
 esac
 """
 
 
 def answer_for_slurm(
-    place: Path, monkeypatch: pytest.MonkeyPatch, record: str, cancelled: str = ""
+    place: Path, monkeypatch: pytest.MonkeyPatch, *records: str, **cancelled: Sequence[str]
 ) -> None:
-    """Put programs in place of Slurm's: each array has `record`, and another once cancelled."""
-    program = PROGRAM.replace("RECORD", record).replace("AFTER", cancelled or record)
+    """Put programs in place of Slurm's: each array, 7, has `records`.
+
+    `cancelled` gives other records after `scancel 7` and `scancel 7_1` as `all` and `element_1`.
+    """
     programs = place / "bin"
     programs.mkdir()
     for name in ("sbatch", "scontrol", "squeue", "scancel"):
-        (programs / name).write_text(program, encoding="utf-8")
+        (programs / name).write_text(PROGRAM, encoding="utf-8")
         (programs / name).chmod(0o755)
+    (place / "records").write_text("".join(f"{line}\n" for line in records), encoding="utf-8")
+    for which, lines in cancelled.items():
+        job = "7" if which == "all" else which.replace("element", "7")
+        (place / f"after-{job}").write_text("".join(f"{line}\n" for line in lines))
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(arrays, "_SETTLE", 0.0)
+    monkeypatch.setattr(arrays, "_TICK", 0.01)
     monkeypatch.chdir(place)
 
 
@@ -273,17 +280,36 @@ def test_an_array_that_was_cancelled_while_it_waited_is_not_submitted_again(
     assert (place / "submitted").read_text() == "x\n"
 
 
+HELD = "JobId=7 ArrayJobId=7 ArrayTaskId={} JobState=PENDING Reason=launch_failed_requeued_held"
+"""Record of the element whose JobId is the array's."""
+
+
 def test_an_element_that_slurm_could_not_start_is_submitted_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = "ArrayTaskId=0 JobState=PENDING Reason=launch_failed_requeued_held"
-    answer_for_slurm(place, monkeypatch, held, "ArrayTaskId=0 JobState=CANCELLED")
-
-    def say(line: str) -> None:
-        if "are submitted as" in line:
-            (place / "cancelled").unlink(missing_ok=True)
-
-    execute = executor_of(executor(kind="slurm", retries=1), 1, say)
+    cancelled = "JobId=7 ArrayJobId=7 ArrayTaskId=0 JobState=CANCELLED"
+    ended = {"all": [cancelled], "element_0": [cancelled]}
+    answer_for_slurm(place, monkeypatch, HELD.format(0), **ended)
+    execute = executor_of(executor(kind="slurm", retries=1), 1, print)
     with pytest.raises(WorkerLostError, match="BOOT_FAIL"):
         run(place, "out", execute)
     assert (place / "submitted").read_text() == "x\nx\n"
+
+
+def test_only_the_element_that_slurm_could_not_start_is_cancelled(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "JobId=8 ArrayJobId=7 ArrayTaskId=0 JobState={} NodeList=n1"
+    ended = "JobId=7 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED"
+    answer_for_slurm(
+        place,
+        monkeypatch,
+        HELD.format(1),
+        other.format("RUNNING"),
+        all=[ended, other.format("CANCELLED")],
+        element_1=[ended, other.format("COMPLETED")],
+    )
+    execute = executor_of(executor(kind="slurm", retries=0), 2, print)
+    with pytest.raises(WorkerLostError, match=r"element 0 of array 7 .* \(COMPLETED"):
+        run(place, "out", execute)
+    assert (place / "cancels").read_text() == "7_1\n"

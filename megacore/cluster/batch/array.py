@@ -128,6 +128,8 @@ class _Array:
         self._submission = Submission.new()
         self._found: dict[str, dict[str, str]] = {}
         """Last known records of the elements, which Slurm forgets some time after their end."""
+        self._unstarted: set[str] = set()
+        """Elements that this run cancelled since Slurm could not start them."""
 
     @property
     def job(self) -> str:
@@ -198,15 +200,16 @@ class _Array:
         for record in records:
             state, reason = record.get("JobState", ""), record.get("Reason", "None")
             name = record.get("ArrayTaskId", "")
-            known = self._found.pop(name, {})  # the newest record comes last
-            unstarted = reason == "launch_failed_requeued_held" and state not in ENDED
-            if unstarted or (state == "CANCELLED" and known.get("JobState") == "BOOT_FAIL"):
+            if reason == "launch_failed_requeued_held" and state not in ENDED:
+                # The JobId of one element is the array's, with which scancel ends all elements.
+                run(["scancel", f"{self.job}_{name}"])
+                self._unstarted.add(name)
+            elif name in self._unstarted and state == "CANCELLED":
                 record = record | {"JobState": "BOOT_FAIL"}
+            self._found.pop(name, None)  # the newest record comes last
             self._found[name] = record
             if state in ENDED:
                 continue
-            if unstarted:
-                run(["scancel", record["JobId"]])
             states.add(f"{state} ({reason})" if reason not in ("", "None") else state)
         return states
 
