@@ -267,7 +267,7 @@ def test_tasks_that_are_lost_again_and_again_are_an_error_with_the_log(
     assert not (place / "out.work/slurm/submission.json").exists()
 
 
-@pytest.mark.parametrize("listed", ["0-1", "0,1", "0-4:2%1"])
+@pytest.mark.parametrize("listed", ["0-1", "0,1", "0-4:2%1", "2,4,...%3"])
 def test_an_array_that_was_cancelled_while_it_waited_is_not_submitted_again(
     place: Path, monkeypatch: pytest.MonkeyPatch, listed: str
 ) -> None:

@@ -37,6 +37,8 @@ _SILENCE = 60.0
 _SETTLE = 3.0
 """Seconds to wait for receipts that a file share shows late."""
 _LOG_LINES = 5
+_SHORTENED = "..."
+"""End of a list of elements that Slurm shows shortened, without the limit after it."""
 _SCRIPT = b'#!/bin/bash\nexec "$@" "$SLURM_ARRAY_TASK_ID"\n'
 _REFUSED = "correct data.curate_executor or data.curate_workers"
 
@@ -263,10 +265,13 @@ class _Array:
 
     def _record(self, element: int) -> dict[str, str]:
         """Return the last known record of an element; elements that never ran share one."""
-        shared = (
-            record for listed, record in reversed(self._found.items()) if _lists(listed, element)
-        )
-        return self._found.get(str(element)) or next(shared, {})
+        if record := self._found.get(str(element)):
+            return record
+        newest_first = list(reversed(self._found.items()))
+        shared = [record for listed, record in newest_first if _lists(listed, element)]
+        # A shortened list may have any element that no other record names.
+        shared += [record for listed, record in newest_first if _is_shortened(listed)]
+        return shared[0] if shared else {}
 
     def _log_end(self, element: int) -> str:
         """Return the last lines of an element's output, for an error message."""
@@ -282,11 +287,19 @@ class _Array:
 
 def _lists(listed: str, element: int) -> bool:
     """Return True if Slurm's list of elements, such as `0,3-9:2%4`, has an element."""
-    ranges = re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", listed.partition("%")[0])
+    numbers = listed.partition("%")[0]
+    if _is_shortened(listed):
+        numbers = numbers.rpartition(",")[0]  # the last number may have lost digits
+    ranges = re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", numbers)
     return any(
         element in range(int(first), int(last or first) + 1, int(step or 1))
         for first, last, step in ranges
     )
+
+
+def _is_shortened(listed: str) -> bool:
+    """Return True if Slurm's list of elements, such as `0,2,4,...%4`, does not show all."""
+    return listed.partition("%")[0].endswith(_SHORTENED)
 
 
 def _name(submission: Submission) -> str:
