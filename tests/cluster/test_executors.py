@@ -221,9 +221,18 @@ def test_a_task_waits_for_receipts_and_files_that_a_share_shows_late(
 
 PROGRAM = """#!/bin/sh
 case "$0" in
-*sbatch) echo x >>submitted; cp records shown; echo 7 ;;
-*scancel) echo "$*" >>cancels; if [ -e "after-$1" ]; then cp "after-$1" shown; fi ;;
-*scontrol) cat shown ;;
+*sbatch)
+    echo x >>submitted
+    if [ -s failures ]; then
+        head -n 1 failures >&2; sed -i 1d failures; echo 9 >unconfirmed; exit 1
+    fi
+    cp records shown; echo 7 ;;
+*scancel)
+    echo "$*" >>cancels
+    if [ "$1" = 9 ]; then rm unconfirmed; fi
+    if [ -e "after-$1" ]; then cp "after-$1" shown; fi ;;
+*squeue) if [ -e unconfirmed ]; then cat unconfirmed; fi ;;
+*scontrol) if [ "$4" = 9 ]; then echo JobState=PENDING; else cat shown; fi ;;
 esac
 """
 
@@ -233,7 +242,8 @@ def answer_for_slurm(
 ) -> None:
     """Put programs in place of Slurm's: each array, 7, has `records`.
 
-    `cancelled` gives other records after `scancel 7` and `scancel 7_1` as `all` and `element_1`.
+    sbatch fails with each line of the file `failures`, and leaves array 9. `cancelled` gives other
+    records after `scancel 7` and `scancel 7_1` as `all` and `element_1`.
     """
     programs = place / "bin"
     programs.mkdir()
@@ -247,6 +257,8 @@ def answer_for_slurm(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(arrays, "_SETTLE", 0.0)
     monkeypatch.setattr(arrays, "_TICK", 0.01)
+    monkeypatch.setattr(arrays, "_PAUSE", 0.0)
+    monkeypatch.setattr("megacore.cluster.batch.slurm._PAUSE", 0.0)
     monkeypatch.chdir(place)
 
 
@@ -313,3 +325,45 @@ def test_only_the_element_that_slurm_could_not_start_is_cancelled(
     with pytest.raises(WorkerLostError, match=r"element 0 of array 7 .* \(COMPLETED"):
         run(place, "out", execute)
     assert (place / "cancels").read_text() == "7_1\n"
+
+
+BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+@pytest.mark.parametrize(
+    ("failures", "submitted", "cancels", "error", "message"),
+    [
+        (2, 3, 2, WorkerLostError, r"element 0 of array 7 .* \(FAILED"),
+        (9, 4, 4, LaunchError, r"did not answer 4 times to sbatch .* \(.*Socket timed out"),
+    ],
+)
+def test_an_array_is_submitted_again_if_the_controller_does_not_answer(
+    failures: int,
+    submitted: int,
+    cancels: int,
+    error: type[Exception],
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer_for_slurm(place, monkeypatch, "ArrayTaskId=0 JobState=FAILED")
+    (place / "failures").write_text(f"{BUSY}\n" * failures, encoding="utf-8")
+    lines: list[str] = []
+    execute = executor_of(executor(kind="slurm", retries=0), 1, lines.append)
+    with pytest.raises(error, match=message):
+        run(place, "out", execute)
+    assert (place / "submitted").read_text() == "x\n" * submitted
+    assert (place / "cancels").read_text() == "9\n" * cancels
+    assert "no answer to sbatch (sbatch: error: Batch job submission failed: Socket" in lines[0]
+
+
+def test_an_option_that_slurm_refuses_is_not_submitted_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_for_slurm(place, monkeypatch, "ArrayTaskId=0 JobState=FAILED")
+    refusal = "sbatch: error: invalid partition specified: cpu"
+    (place / "failures").write_text(refusal, encoding="utf-8")
+    execute = executor_of(executor(kind="slurm"), 1, print)
+    with pytest.raises(LaunchError, match=r"sbatch refused .*: cpu: correct"):
+        run(place, "out", execute)
+    assert (place / "submitted").read_text() == "x\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megacore.artifact.files import read_json, replace_file, workspace_errors, write_json
 from megacore.cluster.batch.scheduler import Submission, one_line, run
-from megacore.cluster.batch.slurm import ENDED, exported, job_records, remove_jobs
+from megacore.cluster.batch.slurm import ENDED, exported, is_unanswered, job_records, remove_jobs
 from megacore.config.curate import SlurmExecutor
 from megacore.corpus.curate_job import Job, Phase
 from megacore.corpus.curate_task import run_task
@@ -32,10 +32,14 @@ _ELEMENTS = 1000
 """Most elements of an array by default: Slurm's default MaxArraySize is 1001."""
 _TICK, _SLOW = 0.5, 10.0
 """Seconds between two queries at first, and at most."""
+_PAUSE = 10.0
+"""Seconds before the next try to submit an array."""
 _SILENCE = 60.0
 """Seconds after which a controller that does not answer is reported."""
 _SETTLE = 3.0
 """Seconds to wait for receipts that a file share shows late."""
+_SUBMISSIONS = 4
+"""Tries to submit an array to a controller that does not answer."""
 _LOG_LINES = 5
 _SHORTENED = "..."
 """End of a list of elements that Slurm shows shortened, without the limit after it."""
@@ -76,7 +80,7 @@ class SlurmArrays:
         while missing:
             before = len(missing)
             array = _Array(job, phase, missing, self._elements(before))
-            array.submit(self._options)
+            array.submit(self._options, self._say)
             self._say(f"slurm: {phase.name}: {before:,} tasks are submitted as {array.job}")
             self._follow(array)
             missing = array.missing()
@@ -138,8 +142,38 @@ class _Array:
         """Id of the array."""
         return self._submission.job or "?"
 
-    def submit(self, options: SlurmExecutor) -> None:
-        """Submit the array. Raises LaunchError, WorkspaceError."""
+    def submit(self, options: SlurmExecutor, say: Callable[[str], None]) -> None:
+        """Submit the array, again if the controller does not answer.
+
+        Raises LaunchError, WorkspaceError.
+        """
+        for tries in range(1, _SUBMISSIONS + 1):
+            # The controller may still start an array that it did not confirm. With another token
+            # its elements end without running a task.
+            self._submission = Submission.new()
+            script = self._prepare()
+            done = run(self._command(options, script), env=exported(os.environ))
+            words = done.stdout.split()
+            if done.returncode == 0 and words:
+                self._submission = Submission(self._submission.token, words[-1].partition(";")[0])
+                self._submission.write(self._folder)
+                return
+            if not is_unanswered(done):
+                raise LaunchError(
+                    f"sbatch refused tasks of data.curate: {one_line(done)}: {_REFUSED}"
+                )
+            if tries < _SUBMISSIONS:
+                say(f"slurm: no answer to sbatch ({one_line(done)}); the tasks are submitted again")
+                _remove(self._submission, self._folder)
+                time.sleep(_PAUSE)
+        raise LaunchError(
+            f"Slurm's controller did not answer {_SUBMISSIONS} times to sbatch with tasks of "
+            f"data.curate ({one_line(done)}): start the same command again when `scontrol ping` "
+            "says that it is up, to continue with the tasks that are done"
+        )
+
+    def _prepare(self) -> Path:
+        """Write the record, the plan and the script of the array, and return the script's path."""
         self._submission.write(self._folder)  # the array can be found by its name
         with workspace_errors(self._folder):
             for old in self._folder.glob("failed-*.json"):
@@ -153,12 +187,7 @@ class _Array:
             write_json(self._folder / "tasks.json", plan)
             script = self._folder / "job.sh"
             replace_file(script, _SCRIPT)
-        done = run(self._command(options, script), env=exported(os.environ))
-        words = done.stdout.split()
-        if done.returncode != 0 or not words:
-            raise LaunchError(f"sbatch refused tasks of data.curate: {one_line(done)}: {_REFUSED}")
-        self._submission = Submission(self._submission.token, words[-1].partition(";")[0])
-        self._submission.write(self._folder)
+        return script
 
     def _command(self, options: SlurmExecutor, script: Path) -> list[str]:
         chosen = {

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megacore.artifact.files import replace_file, workspace_errors
-from megacore.cluster.batch.scheduler import End, Look, Submission, one_line, render, run
+from megacore.cluster.batch.scheduler import (
+    TIMED_OUT,
+    End,
+    Look,
+    Submission,
+    one_line,
+    render,
+    run,
+)
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.errors import (
     HostLostError,
@@ -79,6 +87,13 @@ ENDED = {
     *("OUT_OF_MEMORY", "REVOKED"),
 }
 """States of a job that has ended."""
+_UNANSWERED = re.compile(
+    "socket timed out|unable to contact slurm controller|zero bytes were transmitted|standby mode|"
+    "(?:communication (?:connection|shutdown)|message (?:send|receive)) failure|"
+    "resource temporarily unavailable|unable to create job record, try again",
+    re.IGNORECASE,
+)
+"""Messages of Slurm's programs when the controller is busy or cannot be reached."""
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
@@ -278,6 +293,15 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
         and name not in _HIDING
         and any(fnmatch.fnmatchcase(name, pattern) for pattern in _EXPORTED)
     }
+
+
+def is_unanswered(done: "subprocess.CompletedProcess[str]") -> bool:
+    """Return True if a program of Slurm failed since the controller is busy or not reached.
+
+    The controller may nevertheless have done what it was told to do.
+    """
+    failed = done.returncode != 0
+    return failed and (done.returncode == TIMED_OUT or bool(_UNANSWERED.search(one_line(done))))
 
 
 def remove_jobs(name: str, job: str | None) -> None:
