@@ -15,7 +15,7 @@ from megacore.config.curate import CurateExecutor, RayExecutor, SlurmExecutor
 from megacore.corpus.curate import Executor
 from megacore.corpus.curate_job import Job, Phase
 from megacore.corpus.curate_task import run_task
-from megacore.errors import ConfigError, LaunchError, MegacoreError, WorkerLostError
+from megacore.errors import ConfigError, LaunchError, WorkerLostError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -116,8 +116,14 @@ class RayTasks:
         import ray
 
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call, unused-ignore]
-        cpus = int(resources.get("CPU", 1))
-        limit = _QUEUED * cpus if self._workers is None else self._workers
+        cpus = int(resources.get("CPU", 0))
+        if cpus < 1:
+            self._say(
+                f"ray: {phase.name}: the cluster has no CPU for a task; the tasks wait for a host "
+                "with one"
+            )
+        # A head without CPUs may start hosts for the tasks that wait.
+        limit = _QUEUED * max(1, cpus) if self._workers is None else self._workers
         function = ray.remote(num_cpus=1, max_retries=self._options.retries)(_remote_task)
         waiting, running, done = list(reversed(ranks)), list["ObjectRef[None]"](), 0
         try:
@@ -142,14 +148,27 @@ def _remote_task(directory: str, work: str, phase: str, rank: int) -> None:
 
 
 def _typed(error: Any) -> BaseException:
-    """Return the error of a task, or the typed error for a process that was lost."""
+    """Return the error of a task, or the typed error for a task that Ray lost or did not run."""
+    from ray import exceptions
+
     cause = getattr(error, "cause", None)
-    if isinstance(cause, MegacoreError | OSError):
+    if isinstance(cause, Exception) and not isinstance(cause, exceptions.RayError):
         return cause
-    return WorkerLostError(
-        f"Ray lost a task of data.curate ({type(error).__name__}: {_line(error)[:500]}): the tasks "
-        "that are done are kept; give it more memory or smaller shards (data.curate_shard_mb), and "
-        "run it again"
+    lost = (
+        exceptions.WorkerCrashedError,
+        exceptions.OutOfMemoryError,
+        exceptions.NodeDiedError,
+        exceptions.LocalRayletDiedError,
+    )
+    reason = f"({type(error).__name__}: {_line(error)[:500]})"
+    if isinstance(error, lost):
+        return WorkerLostError(
+            f"Ray lost a task of data.curate {reason}: the tasks that are done are kept; give it "
+            "more memory or smaller shards (data.curate_shard_mb), and run it again"
+        )
+    return LaunchError(
+        f"Ray did not run a task of data.curate to its end {reason}: correct what the reason "
+        "names, and start the same command again to continue with the tasks that are done"
     )
 
 

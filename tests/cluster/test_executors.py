@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,3 +367,64 @@ def test_an_option_that_slurm_refuses_is_not_submitted_again(
     with pytest.raises(LaunchError, match=r"sbatch refused .*: cpu: correct"):
         run(place, "out", execute)
     assert (place / "submitted").read_text() == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "message"),
+    [
+        (lambda ray: ray.WorkerCrashedError(), WorkerLostError, "Ray lost a task"),
+        (lambda ray: ray.OutOfMemoryError("killed"), WorkerLostError, "Ray lost a task"),
+        (lambda ray: ray.NodeDiedError("node 3"), WorkerLostError, "Ray lost a task"),
+        (lambda ray: ray.LocalRayletDiedError(), WorkerLostError, "Ray lost a task"),
+        (
+            lambda ray: ray.RuntimeEnvSetupError("no conda"),
+            LaunchError,
+            r"did not run .*\(RuntimeEnvSetupError: .*no conda",
+        ),
+        (
+            lambda ray: ray.RayTaskError("f", "trace", KeyError("n")).as_instanceof_cause(),
+            KeyError,
+            "^'n'$",
+        ),
+        (
+            lambda ray: ray.RayTaskError("f", "trace", DataFormatError("bad")),
+            DataFormatError,
+            "^bad$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("cpus", [{}, {"CPU": 0.5}, {"CPU": 8.0}])
+def test_only_a_lost_process_of_ray_asks_for_memory(
+    reason: Callable[[Any], Exception],
+    error: type[Exception],
+    message: str,
+    cpus: dict[str, float],
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    submitted: list[tuple[Any, ...]] = []
+
+    def wait(running: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        assert running
+        return running[:1], running[1:]
+
+    def get(reference: Any) -> None:
+        raise reason(ray.exceptions)
+
+    remote = SimpleNamespace(remote=lambda *arguments: submitted.append(arguments))
+    for name, function in {
+        "init": lambda **_: None,
+        "shutdown": lambda: None,
+        "cluster_resources": lambda: cpus,
+        "remote": lambda **_: lambda function: remote,
+        "wait": wait,
+        "get": get,
+    }.items():
+        monkeypatch.setattr(ray, name, function)
+    lines: list[str] = []
+    with pytest.raises(error, match=message) as raised:
+        run(place, "out", executor_of(executor(kind="ray"), None, lines.append))
+    assert type(raised.value) is error
+    assert submitted
+    assert any("has no CPU for a task" in line for line in lines) == (cpus.get("CPU", 0) < 1)
