@@ -206,7 +206,7 @@ def lock(
         on_wait: function that shows one sentence if another process holds the lock.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    descriptor = os.open(_lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+", encoding="utf-8") as file:
         if not _flock(descriptor, kind):
             on_wait(f"waits for {target}, which {_holder_of(file)} uses")
@@ -230,7 +230,7 @@ def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
         target: file or directory to lock, as for `lock`.
         shared: True to read files that must not change.
     """
-    descriptor = os.open(_lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         yield _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     finally:
@@ -240,7 +240,7 @@ def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
 def is_locked(target: Path) -> bool:
     """Return True if a process holds the lock of `target`, unless all holders share it."""
     try:
-        descriptor = os.open(_lock_file(target), os.O_RDONLY)
+        descriptor = os.open(lock_file(target), os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -249,7 +249,8 @@ def is_locked(target: Path) -> bool:
         os.close(descriptor)
 
 
-def _lock_file(target: Path) -> Path:
+def lock_file(target: Path) -> Path:
+    """Return the path of the file that is locked for `target`."""
     return target.with_name(f".{target.name}.lock")
 
 

@@ -1,14 +1,17 @@
 """`megacore curate`: removal and change of documents before they are tokenized."""
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from megacore.cli._options import VariadicCommand
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, WorkspaceError
 
 
 class CurateCommand(VariadicCommand):
@@ -61,10 +64,15 @@ def curate(
     A command that was killed continues with the shards that are done, which are kept in
     .OUTPUT.curate until it ends.
     """
-    import shutil
-
-    from megacore.artifact import lock
-    from megacore.artifact.files import read_json, require_space, staged, workspace_errors
+    from megacore.artifact.build import lock_file
+    from megacore.artifact.files import (
+        check_output,
+        read_json,
+        remove_dead_temporaries,
+        require_space,
+        staged,
+        workspace_errors,
+    )
     from megacore.cluster.executors import executor_of
     from megacore.config.data import JsonlSource
     from megacore.corpus.curate import REPORT_NAME, curate_segments, needed_bytes
@@ -87,14 +95,21 @@ def curate(
     compared = sum(Path(part.path).stat().st_size for parts in sources for part in parts)
     needed = needed_bytes(sum(file.size for file in files), chosen, compared)
     require_space(output, needed, "curate writes about")
-    with staged(output) as staging, workspace_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
-        with lock(work / "job"):
+    # Another command is at work, or was killed.
+    if os.path.exists(lock_file(work)) or _is_left_over(output, work):
+        with _work_lock(output, work):
+            if _is_left_over(output, work):
+                _remove(work, output)
+    remove_dead_temporaries(output)
+    check_output(output)
+    with _work_lock(output, work):
+        with staged(output) as staging, workspace_errors(work):
+            work.mkdir(parents=True, exist_ok=True)
             parts = _parts(files, json_key)
             counts = curate_segments(
                 parts, staging, work, chosen, options, earlier=sources, executor=execute
             )
-    shutil.rmtree(work)
+        _remove(work, output)
     seconds = time.monotonic() - started
     sys.stdout.write(report_text(read_json(output / REPORT_NAME)))
     size = counts["bytes_read"] / 1e6
@@ -102,6 +117,52 @@ def curate(
         f"\n{output}: {counts['documents']:,} of {counts['documents_read']:,} documents kept, "
         f"{size:,.1f} MB in {seconds:.2f} s ({size / seconds:,.1f} MB/s)\n"
     )
+
+
+@contextmanager
+def _work_lock(output: Path, work: Path) -> Iterator[None]:
+    """Hold the lock of a work directory, whose file is removed once the output is complete.
+
+    A process that still waits with the removed file refuses the output.
+    """
+    from megacore.artifact.build import lock, lock_file
+
+    try:
+        work.parent.mkdir(parents=True, exist_ok=True)
+        lock_file(work).touch()
+    except OSError as error:
+        raise WorkspaceError(
+            f"--output {output} cannot be made ({error.strerror}): write elsewhere"
+        ) from error
+    with lock(work):
+        try:
+            yield
+        finally:
+            if output.is_dir() and any(output.iterdir()):
+                lock_file(work).unlink(missing_ok=True)
+
+
+def _remove(work: Path, output: Path) -> None:
+    """Remove the work directory, under a name that the next command removes after a kill."""
+    import shutil
+
+    doomed = output.absolute().with_name(f"{output.absolute().name}.tmp-{os.getpid()}")
+    os.rename(work, doomed)
+    shutil.rmtree(doomed)
+
+
+def _is_left_over(output: Path, work: Path) -> bool:
+    """Return True if a command that completed the output was killed before it removed its work.
+
+    The documents of the output are hard links to those in the work directory.
+    """
+    from megacore.corpus.curate_job import DOCUMENTS_FOLDER, document_file
+
+    name = document_file(0)
+    try:
+        return os.path.samefile(output / name, work / DOCUMENTS_FOLDER / name)
+    except OSError:
+        return False
 
 
 def _parts(files: Any, json_key: str) -> Any:

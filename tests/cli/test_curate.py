@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("datatrove", reason="the extra curate is not installed")
 from typer.testing import CliRunner
 
 from megacore.cli import app
+from megacore.corpus.curate import curate_segments
 from megacore.errors import ConfigError
 from tests.corpus.test_curate import write
 
@@ -48,6 +51,71 @@ def test_the_command_writes_documents_that_tokenize_reads(
     wrong = CliRunner().invoke(app, [*arguments[:-1], "other"])
     assert "steps.yaml has no list of steps" in str(wrong.exception)
     assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
+
+
+def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Write two documents and a step to the current directory; return the command's words."""
+    monkeypatch.chdir(directory)
+    write(directory / "a.jsonl", ["one document", "another"])
+    Path("steps.yaml").write_text("- step: exact_dedup\n", encoding="utf-8")
+    words = ["curate", "--input", "a.jsonl", "--steps", "steps.yaml", "--output", "out"]
+    return [*words, "--workers", "1"]
+
+
+def test_a_second_command_waits_for_the_first_and_refuses_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepare(tmp_path, monkeypatch)
+    second: list[subprocess.Popen[str]] = []
+
+    def curate_while_another_waits(*arguments: Any, **options: Any) -> Any:
+        command = [sys.executable, "-c", "from megacore.cli import main; main()", *words]
+        second.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        assert second[0].stderr is not None
+        assert "waits for" in second[0].stderr.readline()
+        return curate_segments(*arguments, **options)
+
+    monkeypatch.setattr("megacore.corpus.curate.curate_segments", curate_while_another_waits)
+    result = CliRunner().invoke(app, words)
+    _, errors = second[0].communicate(timeout=60)
+    assert result.exit_code == 0, result.output
+    assert "out is not empty: give another --output" in errors
+    assert second[0].returncode == ConfigError.exit_code
+    assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
+
+
+@pytest.mark.parametrize("killed_in", ["rename", "rmtree"])
+def test_work_that_a_killed_command_left_next_to_its_output_is_removed(
+    killed_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepare(tmp_path, monkeypatch)
+    # The work directory has another name, out.tmp-PID, while it is removed.
+    program = (
+        "import os, shutil, sys; from megacore.cli import main\n"
+        "def rename(source, target, rename=os.rename):\n"
+        "    os._exit(9) if '.out.curate' in str(source) else rename(source, target)\n"
+        "def rmtree(path, rmtree=shutil.rmtree, **options):\n"
+        "    os._exit(9) if 'out.tmp-' in str(path) else rmtree(path, **options)\n"
+        f"{'os.rename = rename' if killed_in == 'rename' else 'shutil.rmtree = rmtree'}\n"
+        "main()"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, *words], check=False)
+    assert killed.returncode == 9
+    assert len(os.listdir()) > 3
+    again = CliRunner().invoke(app, words)
+    assert "out is not empty" in str(again.exception)
+    assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
+
+
+def test_work_next_to_another_output_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepare(tmp_path, monkeypatch)
+    for name in ("out", ".out.curate/documents"):
+        Path(name).mkdir(parents=True)
+        (Path(name) / "documents-00000.jsonl").touch()
+    assert "out is not empty" in str(CliRunner().invoke(app, words).exception)
+    assert Path(".out.curate/documents/documents-00000.jsonl").exists()
 
 
 def test_sources_are_compared_with_those_that_were_curated_before(
