@@ -61,6 +61,8 @@ _FOREIGN_RECORDS = frozenset(
     }
 )
 """Further records in the metadata of other programs, whose content is ignored."""
+_ENUMERATIONS = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType"})
+"""Records of enumerations."""
 _FOREIGN_PACKAGE = "megatron.core.dist_checkpointing."
 """Package whose classes become such records, too."""
 _DTYPES = {
@@ -148,10 +150,22 @@ class _RecordUnpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) == ("torch.serialization", "_get_layout"):
             return str
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         ignored = (module, name) in _FOREIGN_RECORDS or module.startswith(_FOREIGN_PACKAGE)
         if (module, name) in _RECORDS or (self._foreign and ignored):
             return self._classes.setdefault(name, _record_class(name))
         raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
+
+    def _member(self, owner: Any, name: Any) -> Any:
+        """Return the record of an enumeration's member.
+
+        Python 3.11.0 to 3.11.3 pickle members as calls of `getattr`.
+        """
+        for known in _ENUMERATIONS & self._classes.keys():
+            if owner is self._classes[known]:
+                return owner(_text(name))
+        raise CheckpointError("it asks for builtins.getattr, which no checkpoint of tensors needs")
 
     def persistent_load(self, pid: Any) -> Any:
         raise CheckpointError("it refers to an object outside the file")

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import zipfile
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def test_a_payload_in_a_field_of_the_metadata_is_refused(
         b"cos\nmkdir\n(V{trap}\ntR.",  # protocol 0: GLOBAL and REDUCE
         b"(V{trap}\nios\nmkdir\n.",  # INST
         b"cbuiltins\ngetattr\n(cos\npath\nVjoin\ntR.",  # attributes of modules
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nVindex\ntR.",  # and of other classes
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR.",
         b"\x80\x04\x8c\x05torch\x8c\x04load\x93\x8c\x04{name}\x85R.",  # another callable of torch
         b"ctorch\nSize\n(cbuiltins\neval\ntR.",
         b"\x80\x02}(X\x01\x00\x00\x00aPpersistent\nu.",  # a persistent id
@@ -202,6 +205,24 @@ def test_valid_metadata_is_read_equal_to_torchs(checkpoint: Path) -> None:
         )
     slices = {index: SavedSlice(**vars(info)) for index, info in expected.storage_data.items()}
     assert metadata.storage_data == slices
+
+
+class _EnumerationsByName(pickle.Pickler):
+    """Pickler that stores members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_metadata_of_the_first_pythons_3_11_is_read(checkpoint: Path) -> None:
+    metadata, file = torch_metadata(checkpoint), io.BytesIO()
+    _EnumerationsByName(file).dump(metadata)
+    assert b"getattr" in file.getvalue()
+    (checkpoint / ".metadata").write_bytes(file.getvalue())
+    entries = read_metadata(checkpoint / ".metadata").state_dict_metadata
+    assert entries.keys() == metadata.state_dict_metadata.keys()
 
 
 @pytest.mark.parametrize(

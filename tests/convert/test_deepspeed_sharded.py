@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from megacore.artifact.files import write_json
 from megacore.checkpoint.load import read_tensors
 from megacore.config.spec import ModelSpec
+from megacore.convert.deepspeed import files
 from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.inert import Record
 from megacore.convert.megatron.table import WORD_EMBEDDINGS
 from megacore.errors import CheckpointError, ParallelLayoutError
 from megacore.models.build import build_bare
@@ -181,6 +184,11 @@ def test_checkpoints_of_deepspeed_and_of_the_engine_are_equal(tmp_path: Path) ->
             key for key in expected if zero_stage or key.startswith("model.")
         }
         assert all(torch.equal(value, expected[key]) for key, value in converted.items()), name
+
+
+@pytest.mark.parametrize("value", [2, Record(2), Record(Record, "gradients")])
+def test_a_stage_may_be_a_number_or_a_member_of_an_enumeration(value: Any) -> None:
+    assert files.zero_stage(value) == 2
 
 
 def test_frozen_parameters_of_every_zero_stage_are_read(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ _EXPERT = re.compile(
     r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_"
     r"states\.pt"
 )
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Stages of ZeRO by their names in DeepSpeed's enumeration."""
 _NAMED_AT_ONCE = 4
 Rank = tuple[int, int]
 
@@ -112,10 +114,18 @@ def open_file(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def plain(value: Any) -> Any:
-    """Return the enumeration value that a Record represents, or `value` itself."""
-    arguments = getattr(value, "given", ()) if isinstance(value, Record) else ()
-    return arguments[0] if arguments else value
+def zero_stage(value: Any) -> Any:
+    """Return a stage of ZeRO, which a file may hold as a member of DeepSpeed's enumeration.
+
+    Python 3.11.0 to 3.11.3 pickle a member by its name, others by its value.
+    """
+    arguments = value.given if isinstance(value, Record) else ()
+    match arguments:
+        case (_, str(name)):
+            return _STAGES.get(name, name)
+        case (number, *_):
+            return number
+    return value
 
 
 def checkpoint_directory(directory: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.convert.deepspeed.files import UNIVERSAL, Saved, open_file, plain, reading
+from megacore.convert.deepspeed.files import UNIVERSAL, Saved, open_file, reading, zero_stage
 from megacore.convert.inert import load_inert
 from megacore.convert.key_map import Shape
 from megacore.convert.megatron.table import leaves
@@ -223,7 +223,7 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
     Raises:
         CheckpointError: if files differ in the stage, or files of a replica are missing.
     """
-    stages = {path: plain(state.get("zero_stage", 1)) for path, state in states}
+    stages = {path: zero_stage(state.get("zero_stage", 1)) for path, state in states}
     (first, stage), *others = stages.items()
     for path, other in others:
         if other != stage:
