@@ -55,8 +55,17 @@ def read_labels(
             name: _numbers(split_values, name, column) for name, split_values in values.items()
         }
     names = _class_names(splits["train"], values["train"], column, settings)
+    # Sorted text is an order made here: numbers in another split cannot refer to it.
+    by_text = isinstance(values["train"][0], str) and settings.labels is None
     return names, {
-        name: _classes(split_values, name, column, names) for name, split_values in values.items()
+        name: _classes(
+            split_values,
+            name,
+            column,
+            names,
+            _numbered(splits, name, column, names, by_text=by_text),
+        )
+        for name, split_values in values.items()
     }
 
 
@@ -89,11 +98,9 @@ def _numbers(values: Sequence[Any], split: str, column: str) -> list[float]:
 def _class_names(
     rows: "Dataset", values: Sequence[Any], column: str, settings: ClassificationSettings
 ) -> tuple[str, ...]:
-    from datasets import ClassLabel
-
-    feature, configured = rows.features[column], settings.labels
-    if isinstance(feature, ClassLabel):
-        return _of_feature(tuple(feature.names), configured, column)
+    of_feature, configured = _feature_names(rows, column), settings.labels
+    if of_feature is not None:
+        return _of_feature(of_feature, configured, column)
     if isinstance(values[0], str):
         names = sorted(set(values))
         if configured is None and len(names) < 2:
@@ -106,6 +113,14 @@ def _class_names(
     if configured is not None:
         return configured
     return _counted(sorted({int(value) for value in values}), column)
+
+
+def _feature_names(rows: "Dataset", column: str) -> tuple[str, ...] | None:
+    """Return the names that the column's type gives its numbers, or None without names."""
+    from datasets import ClassLabel
+
+    feature = rows.features[column]
+    return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 
 
 def _of_feature(
@@ -156,24 +171,65 @@ def _counted(classes: list[int], column: str) -> tuple[str, ...]:
     return tuple(map(str, expected))
 
 
-def _classes(values: Sequence[Any], split: str, column: str, names: tuple[str, ...]) -> list[int]:
+def _numbered(
+    splits: "Mapping[str, Dataset]",
+    split: str,
+    column: str,
+    names: tuple[str, ...],
+    *,
+    by_text: bool,
+) -> tuple[str, ...]:
+    """Return the classes that the numbers of a split count.
+
+    They are empty if no number can be assigned to a class. Each split may number the classes in
+    another way.
+
+    Raises DataFormatError if task.labels renames other classes than the split has.
+    """
+    split_names = _feature_names(splits[split], column)
+    train_names = _feature_names(splits["train"], column)
+    if split_names is None:
+        return () if by_text else names
+    if train_names is None or train_names == names:
+        return split_names
+    if split_names != train_names:
+        raise DataFormatError(
+            f"the column {column!r} of the {split} split has the classes {_listed(split_names)}, "
+            f"but task.labels renames those of the train split, {_listed(train_names)}: give all "
+            "splits the same classes in the same order"
+        )
+    return names
+
+
+def _classes(
+    values: Sequence[Any],
+    split: str,
+    column: str,
+    names: tuple[str, ...],
+    numbered: tuple[str, ...],
+) -> list[int]:
     by_name = {name: number for number, name in enumerate(names)}
     classes = []
     for number, value in enumerate(values):
-        index = by_name.get(value) if isinstance(value, str) else value
-        if isinstance(index, int) and 0 <= index < len(names):
-            classes.append(int(index))
+        counted = isinstance(value, int) and 0 <= value < len(numbered)
+        name = numbered[value] if counted else value
+        if isinstance(name, str) and name in by_name:
+            classes.append(by_name[name])
             continue
         if value == _HIDDEN:
             raise DataFormatError(_hidden(split, column))
+        if isinstance(value, int) and not numbered:
+            raise DataFormatError(
+                f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, "
+                f"but the train split has the names {_listed(names)}: write names in all splits, "
+                "or list them in task.labels in the order of the numbers"
+            )
         close = (
-            difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-            if isinstance(value, str)
-            else []
+            difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
         )
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise DataFormatError(
-            f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, but "
+            f"row {number} of the {split} split has {name!r} in task.label_column {column!r}, but "
             f"the head has the {len(names)} classes {_listed(names)}, numbered 0 to "
             f"{len(names) - 1}{hint}: repair the row, or task.labels"
         )

@@ -411,7 +411,7 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
         )
 
 
-EXAMPLES_VERSION = 1
+EXAMPLES_VERSION = 2
 """Version of the stage; raised when its output changes."""
 TASK_NAME = "task.json"
 _SCRATCH = ".scratch"

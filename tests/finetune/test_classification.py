@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
 
 from megacore.config.finetune_task import ClassificationConfig, classification_settings
 from megacore.errors import ConfigError, DataFormatError
@@ -244,14 +244,22 @@ def test_missing_or_damaged_weights_are_refused(deberta: Path, tmp_path: Path) -
         build_task(config, deberta / "examples", tmp_path).build_model()
 
 
-def read(train: list[Any], valid: list[Any], **task: Any) -> tuple[Any, dict[str, Any]]:
+def label_rows(labels: list[Any], names: str | None = None) -> Dataset:
+    """Return rows with labels, which the letters of `names` number."""
+    features = None if names is None else Features({"label": ClassLabel(names=list(names))})
+    return Dataset.from_dict({"label": labels}, features=features)
+
+
+def read(
+    train: list[Any] | Dataset, valid: list[Any] | Dataset, **task: Any
+) -> tuple[Any, dict[str, Any]]:
     """Return the classes and the labels of two splits."""
     task_config = ClassificationConfig.model_validate(
         {"kind": "classification", "sentence1_column": "text", **task}
     )
     splits = {
-        "train": Dataset.from_dict({"label": train}),
-        "valid": Dataset.from_dict({"label": valid}),
+        name: rows if isinstance(rows, Dataset) else label_rows(rows)
+        for name, rows in (("train", train), ("valid", valid))
     }
     return read_labels(splits, "label", classification_settings(task_config))
 
@@ -270,6 +278,64 @@ def test_configured_classes_need_no_rows() -> None:
     )
     assert read([2, 2], [0], labels=labels) == (("a", "b", "c"), {"train": [2, 2], "valid": [0]})
     assert read([1, 1], [0], glue="rte")[0] == ("entailment", "not_entailment")
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "labels"),
+    [
+        (label_rows([0, 1, 2], "abc"), label_rows([0, 1], "ac"), None),
+        (label_rows([0, 1, 2], "abc"), label_rows([1, 0], "cab"), None),
+        (label_rows([0, 1, 2], "abc"), label_rows([0, 2], "abc"), None),
+        (label_rows([0, 1, 2], "abc"), label_rows(["a", "c"]), None),
+        (label_rows([0, 1, 2], "abc"), label_rows([0, 2]), None),
+        (label_rows(["a", "b", "c"]), label_rows([2, 0], "cba"), None),
+        (label_rows([0, 1, 2]), label_rows([2, 0], "cba"), list("abc")),
+        (label_rows([0, 1, 2], "xyz"), label_rows([0, 2], "xyz"), list("abc")),
+    ],
+)
+def test_each_split_numbers_its_classes(
+    train: Dataset, valid: Dataset, labels: list[str] | None
+) -> None:
+    classes, numbers = read(train, valid, labels=labels)
+    assert (classes, numbers) == (("a", "b", "c"), {"train": [0, 1, 2], "valid": [0, 2]})
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "labels", "message"),
+    [
+        (
+            label_rows([0, 1], "ab"),
+            label_rows([0, 1], "ac"),
+            None,
+            r"row 1 of the valid split has 'c' .*the 2 classes a, b",
+        ),
+        (
+            label_rows([0, 1, 2], "abc"),
+            label_rows([0, -1], "ac"),
+            None,
+            r"the valid split has -1 .*labels are hidden",
+        ),
+        (
+            label_rows(["a", "b"]),
+            label_rows([1, 0]),
+            None,
+            r"row 0 of the valid split has 1 .*but the train split has the names a, b: write names",
+        ),
+        (label_rows(["a", "b"]), label_rows([-1, 0]), None, r"the valid split has -1 .*are hidden"),
+        (label_rows([0, 1]), label_rows([0, 1], "ab"), None, r"has 'a' .*the 2 classes 0, 1"),
+        (
+            label_rows([0, 1], "xy"),
+            label_rows([0, 1], "yx"),
+            ["a", "b"],
+            r"of the valid split has the classes y, x, but task\.labels renames .* x, y: give all",
+        ),
+    ],
+)
+def test_classes_that_differ_between_splits_are_refused(
+    train: Dataset, valid: Dataset, labels: list[str] | None, message: str
+) -> None:
+    with pytest.raises(DataFormatError, match=message):
+        read(train, valid, labels=labels)
 
 
 def test_regression_reads_numbers() -> None:
