@@ -189,7 +189,8 @@ class Passage:
     context: npt.NDArray[np.integer[Any]]
     """Ids of all words but the last."""
     target: npt.NDArray[np.integer[Any]]
-    """Ids of the last word, with the space before it."""
+    """Ids of the last word, with the space before it, and of any text that shares a token with
+    it."""
 
 
 def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
@@ -208,8 +209,18 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
             f"{path} holds no passage: give one JSON object with the key text per line"
         )
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
-    targets = tokenizer.encode_batch([f" {word}" for _, word in pairs])
-    return [Passage(context, target) for context, target in zip(contexts, targets, strict=True)]
+    wholes = tokenizer.encode_batch([" ".join(pair) for pair in pairs])
+    return [_passage(context, whole) for context, whole in zip(contexts, wholes, strict=True)]
+
+
+def _passage(context: npt.NDArray[np.integer[Any]], whole: npt.NDArray[np.integer[Any]]) -> Passage:
+    """Divide a passage where its ids begin to differ from those of its context.
+
+    The last word is not encoded separately, because some tokenizers prepend a space to each text.
+    The first id stays in the context, because nothing predicts it.
+    """
+    start = max(1, _shared_start(context, whole))
+    return Passage(whole[:start], whole[start:])
 
 
 def _divided(line: str, where: str) -> tuple[str, str]:

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Split
 
 from megacore.config.train import PasskeyConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
+from megacore.tokenizer.load import JsonTokenizer
 from megacore.zeroshot.texts import (
     check_passkeys,
     make_passkeys,
@@ -47,6 +52,29 @@ def test_lambada_is_split_before_its_last_word(tokenizer: Tokenizer, tmp_path: P
     ]
     assert pairs == [("the value of the", " value"), ("not  the", " sum"), ("über größe", " sum")]
     assert passages[0].target.tolist() == tokenizer.encode(" value").tolist()
+
+
+def test_bytes_of_lambada_are_those_of_separate_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pairs = [("the value of", "sum"), ("not the", "größe,"), ('"über', "step."), ("a", "b")]
+    lines = "\n".join(json.dumps({"text": " ".join(pair)}) for pair in pairs)
+    passages = read_lambada(write(tmp_path / "lambada", lines), tokenizer)
+    for passage, (context, word) in zip(passages, pairs, strict=True):
+        assert passage.context.tolist() == tokenizer.encode(context).tolist()
+        assert passage.target.tolist() == tokenizer.encode(f" {word}").tolist()
+
+
+def test_no_space_is_added_before_the_last_word_of_lambada(tmp_path: Path) -> None:
+    tokens = ["<unk>", "▁", "▁cat", "▁sat", "▁mat", "<|endoftext|>"]
+    backend = tokenizers.Tokenizer(
+        WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>")
+    )
+    backend.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+    backend.pre_tokenizer = Split("▁", "merged_with_next")
+    tokenizer = JsonTokenizer(backend, "<|endoftext|>")
+    assert [tokens[index] for index in tokenizer.encode(" sat")] == ["▁", "▁sat"]
+    (passage,) = read_lambada(write(tmp_path / "lambada", '{"text": "cat mat sat"}'), tokenizer)
+    assert [tokens[index] for index in passage.context] == ["▁cat", "▁mat"]
+    assert [tokens[index] for index in passage.target] == ["▁sat"]
 
 
 @pytest.mark.parametrize(
