@@ -58,6 +58,10 @@ class ModelJob(ResultJob):
         return RankLayout.of_world(self.ranks, tensor=self.tensor_model_parallel_size)
 
 
+_LEAST_TEMPERATURE = 1e-5
+"""Smallest divisor of logits; a far smaller one would give infinite quotients."""
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of generation: greedy, or sampling by temperature, top_k and top_p.
@@ -87,6 +91,11 @@ class GenerateOptions:
             raise ConfigError(
                 f"temperature is {self.temperature}: give a number from 0 (the most probable "
                 "token) up"
+            )
+        if self.temperature is not None and 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {self.temperature}: give 0 for the most probable token, or at "
+                f"least {_LEAST_TEMPERATURE}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

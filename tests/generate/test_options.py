@@ -15,6 +15,7 @@ from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions, new_token_l
         ({"temperature": -0.5}, "temperature is -0.5: give a number from 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-308}, "temperature is 1e-308: give 0 for the most probable token, or"),
         ({"top_k": 0}, "top_k is 0: give at least 1"),
         ({"top_p": 0.0}, "top_p is 0.0: give a probability above 0 and up to 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
@@ -37,6 +38,7 @@ def test_impossible_values_are_refused_by_option(values: dict[str, Any], message
     [
         ({}, 0.0),
         ({"temperature": 0.7}, 0.7),
+        ({"temperature": 1e-5}, 1e-5),
         ({"top_k": 5}, 1.0),
         ({"top_p": 0.9}, 1.0),
         ({"seed": 3}, 0.0),
