@@ -52,7 +52,8 @@ def test_the_defaults_of_transformers_are_accepted(model_type: str) -> None:
     """Check that every field of the class's own configuration is known."""
     transformers = pytest.importorskip("transformers")
     written = model_config(tiny_spec(ONE_OF_EACH[model_type]), "float32")
-    values = transformers.AutoConfig.for_model(model_type).to_dict()
+    layers = {key: written[key] for key in written if key == "num_hidden_layers"}
+    values = transformers.AutoConfig.for_model(model_type, **layers).to_dict()
     read_spec(HfConfig({**values, **written}, "config.json"))
 
 
@@ -238,3 +239,11 @@ def test_a_window_of_some_layers_is_refused() -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(ConversionError, match="layer_types"):
         read("qwen2", **mixed, layer_types=types)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_type_per_layer_is_required(kind: str, count: int) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 9}
+    with pytest.raises(ConversionError, match="has layer_types "):
+        read("qwen2", **window, layer_types=[kind] * count)

@@ -436,15 +436,13 @@ def _window(config: HfConfig, model_type: str) -> int | None:
     types = config.optional("layer_types", list)
     if not config.get("use_sliding_window", bool, False):
         window = None
+    layers = config.get("num_hidden_layers", int)
     if types is not None:
-        config.refuse_unless(
-            "layer_types", *([kind] * len(types) for kind in ("full_attention", _SLIDING))
-        )
+        config.refuse_unless("layer_types", *([kind] * layers for kind in (_FULL, _SLIDING)))
         sliding = _SLIDING in types
         if sliding and window is None:
-            config.refuse_unless("layer_types", ["full_attention"] * len(types))
+            config.refuse_unless("layer_types", [_FULL] * layers)
         return window if sliding else None
-    layers = config.get("num_hidden_layers", int)
     if window is not None and 0 < first < layers:
         config.refuse_unless("max_window_layers", 0, layers)
     return window if first <= 0 else None
