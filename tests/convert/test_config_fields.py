@@ -247,3 +247,11 @@ def test_a_type_per_layer_is_required(kind: str, count: int) -> None:
     window = {"use_sliding_window": True, "sliding_window": 9}
     with pytest.raises(ConversionError, match="has layer_types "):
         read("qwen2", **window, layer_types=[kind] * count)
+
+
+def test_another_start_of_the_decoder_than_padding_is_refused() -> None:
+    read("t5", pad_token_id=3, decoder_start_token_id=3)
+    read("t5", pad_token_id=None, decoder_start_token_id=0)
+    read("t5", pad_token_id=3, decoder_start_token_id=None)
+    with pytest.raises(ConversionError, match=r"has decoder_start_token_id 1, .* only 3 can be"):
+        read("t5", pad_token_id=3, decoder_start_token_id=1)

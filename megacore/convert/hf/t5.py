@@ -141,6 +141,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     Raises:
         ConversionError: if our models do not support a value.
     """
+    config.refuse_unless("decoder_start_token_id", config.token("pad_token_id") or 0)
     dropout = config.get("dropout_rate", float, 0.1)
     layers = config.get("num_layers", int)
     # transformers 5 marks the head of every T5 as tied; only version 1.1 does not scale its input.
