@@ -87,13 +87,11 @@ class LossCheck:
         self._warn, self._record, self._hosts = warn, record, hosts
 
     def is_spike(self, losses: Sequence[float], state: TrainState) -> bool:
-        """Return True if a loss exceeds the recent mean x `train.loss_spike_factor`."""
-        factor = self._config.train.loss_spike_factor
-        return (
-            factor is not None
-            and state.recent_loss is not None
-            and max(losses) > factor * state.recent_loss
-        )
+        """Return True if a loss exceeds the recent mean x `train.loss_spike_factor`, or is NaN."""
+        factor, recent = self._config.train.loss_spike_factor, state.recent_loss
+        if factor is None or recent is None:
+            return False
+        return any(math.isnan(loss) or loss > factor * recent for loss in losses)
 
     def count_iteration(
         self, update: Update, state: TrainState, first: Update | None = None
@@ -127,8 +125,10 @@ class LossCheck:
             )
         state.applied_iterations += 1
         state.interval.add(update.terms)
-        recent = update.loss if state.recent_loss is None else state.recent_loss
-        state.recent_loss = _MEMORY * recent + (1.0 - _MEMORY) * update.loss
+        # a mean that once was infinite or NaN would never detect a spike again
+        if math.isfinite(update.loss):
+            recent = update.loss if state.recent_loss is None else state.recent_loss
+            state.recent_loss = _MEMORY * recent + (1.0 - _MEMORY) * update.loss
 
     def origin(self, index: int, state: TrainState) -> MicroBatch:
         """Return the rank and samples of the `index`-th loss in the next global batch."""
@@ -165,12 +165,10 @@ class LossCheck:
             return BadBatch(
                 iteration, cause, None, None, (), global_batch, update.grad_norm, reproduced
             )
-        if cause == "loss_not_finite":
-            worst = next(
-                index for index, loss in enumerate(update.losses) if not math.isfinite(loss)
-            )
-        else:
-            worst = max(range(len(update.losses)), key=update.losses.__getitem__)
+        worst = next(
+            (index for index, loss in enumerate(update.losses) if not math.isfinite(loss)),
+            max(range(len(update.losses)), key=update.losses.__getitem__),
+        )
         origin = self.origin(worst, state)
         host = self._hosts[origin.rank] if self._hosts else None
         return BadBatch(

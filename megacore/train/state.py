@@ -1,5 +1,6 @@
 """Training state of a run: all that the loop needs to resume, apart from the engine's state."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -60,7 +61,10 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Read a checkpoint's values. Raises CheckpointError if they are damaged."""
+        """Read a checkpoint's values. Raises CheckpointError if they are damaged.
+
+        A recent loss that is not finite, as earlier versions stored it, becomes None.
+        """
         try:
             values = dict(values)
             version = values.pop("version")
@@ -72,7 +76,10 @@ class TrainState:
                 )
             interval = LogInterval(**values.pop("interval"))
             passed_over = [(int(first), int(last)) for first, last in values.pop("passed_over", ())]
-            return cls(interval=interval, passed_over=passed_over, **values)
+            state = cls(interval=interval, passed_over=passed_over, **values)
+            if state.recent_loss is not None and not math.isfinite(state.recent_loss):
+                state.recent_loss = None
+            return state
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint's training state is damaged ({error}): use another one"

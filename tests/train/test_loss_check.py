@@ -79,6 +79,22 @@ def test_spike_can_stop_the_run_or_be_ignored() -> None:
     assert warnings == []
 
 
+def test_applied_loss_that_is_not_finite_is_a_spike_and_leaves_the_recent_loss() -> None:
+    for worst in (math.inf, math.nan):
+        warnings: list[str] = []
+        loss_check, state = check(warnings), TrainState(recent_loss=2.0)
+        loss_check.count_iteration(update((7.0, worst), 1.0, True), state)
+        assert f"the loss jumped to {worst} on rank 6" in warnings[0]
+        assert (state.applied_iterations, state.recent_loss) == (1, 2.0)
+        loss_check.count_iteration(update((2.0, 7.0), 1.0, True), state)
+        assert "the loss jumped to 7 " in warnings[1]
+
+
+def test_nan_does_not_hide_a_spike() -> None:
+    assert check().is_spike((math.nan, 50.0), TrainState(recent_loss=2.0))
+    assert not check().is_spike((2.0, 6.0), TrainState(recent_loss=2.0))
+
+
 def test_skipped_iteration_is_counted_and_leaves_the_recent_loss() -> None:
     state, loss_check = TrainState(recent_loss=2.0), check()
     loss_check.count_iteration(update((2.0, math.inf), math.inf, False), state)

@@ -28,6 +28,12 @@ def test_state_of_another_version_or_form_is_refused() -> None:
         TrainState.from_json(values | {"surprise": 1})
 
 
+def test_stored_recent_loss_that_is_not_finite_is_ignored() -> None:
+    for loss in (math.inf, math.nan):
+        stored = json.loads(json.dumps(TrainState(recent_loss=loss).to_json()))
+        assert TrainState.from_json(stored).recent_loss is None
+
+
 def test_interval_mean_is_over_applied_iterations() -> None:
     interval = LogInterval()
     assert math.isnan(interval.mean("lm_loss"))
