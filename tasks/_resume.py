@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import get_run_logger
 
@@ -20,6 +20,9 @@ from megacore.config.difference import (
     described,
 )
 from megacore.errors import CheckpointError, ConfigError, FileAccessError
+
+if TYPE_CHECKING:
+    from megacore.train.state import TrainState
 
 _SHOWN = 8
 """Most changes that a hint lists."""
@@ -41,6 +44,22 @@ def resumed_digest(config: RunConfig) -> str | None:
             "the directory of a complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
         )
     return file_digest(marker)
+
+
+def resumed_state(config: RunConfig) -> "TrainState | None":
+    """Return the training state in the other run's checkpoint that this run continues from.
+
+    None without such a checkpoint, and if it has no readable state: `check_resumed` and the
+    training refuse it.
+    """
+    from megacore.train.state import TrainState
+
+    if config.resume.checkpoint is None:
+        return None
+    try:
+        return TrainState.from_json(read_state(Path(config.resume.checkpoint))["train"])
+    except (CheckpointError, KeyError):
+        return None
 
 
 def check_resumed(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from megacore.plan.epochs import Epochs, measured_epochs
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Dataset
+from tasks._resume import resumed_state
 
 if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
@@ -43,10 +44,23 @@ def requested_samples(config: RunConfig) -> tuple[int, int, None]:
     """
     train = config.train
     return (
-        BatchSchedule.of(train).consumed_after(train.train_iters),
+        max(BatchSchedule.of(train).consumed_after(train.train_iters), consumed_samples(config)),
         train.eval_iters * train.global_batch_size,
         None,
     )
+
+
+def consumed_samples(config: RunConfig) -> int:
+    """Return the number of samples consumed at the end of the training.
+
+    It includes those before the checkpoint of another run from which the training resumes, whose
+    global batches may have had another size.
+    """
+    schedule, iterations = BatchSchedule.of(config.train), config.train.train_iters
+    state = resumed_state(config)
+    if state is None:
+        return schedule.consumed_after(iterations)
+    return schedule.consumed_after(max(0, iterations - state.iteration), state.consumed_samples)
 
 
 def index_split(config: RunConfig) -> str | None:

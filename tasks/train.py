@@ -16,7 +16,6 @@ from megacore.artifact.manifest import MANIFEST_NAME, depth_of, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
-from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import TrainJob
@@ -34,6 +33,7 @@ from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
+    consumed_samples,
     epochs_of,
     read_steps,
     resolved_samples,
@@ -328,10 +328,9 @@ def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict
         }
         for path, marker in complete_checkpoints(directory / "checkpoints").items()
     ]
-    samples = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
     return {
         "iterations": config.train.train_iters,
-        "tokens": samples * config.data.seq_length,
+        "tokens": consumed_samples(config) * config.data.seq_length,
         "epochs": epochs_of(config, index).epochs,
         "checkpoints": checkpoints,
     }

@@ -48,9 +48,11 @@ class BatchSchedule:
             return self.global_batch_size
         return self.start + consumed_samples * self._steps // self.rampup_samples * self.increment
 
-    def consumed_after(self, iterations: int) -> int:
-        """Return the number of samples in the first `iterations` global batches."""
-        consumed = 0
+    def consumed_after(self, iterations: int, consumed: int = 0) -> int:
+        """Return the consumed samples after `iterations` more global batches.
+
+        The first of these batches begins at `consumed`.
+        """
         for level in self._levels():
             batches = (
                 iterations

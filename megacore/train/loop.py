@@ -81,9 +81,6 @@ class Trainer:
             started: time.monotonic() at the start of this attempt; None means now.
             origins: function that describes the documents of training samples in one clause, for
                 the error of a bad loss.
-
-        Raises:
-            DataFormatError: the training split has fewer samples than the run reads.
         """
         self._config = config
         self._engine = engine
@@ -110,15 +107,6 @@ class Trainer:
         )
         self._reports_memory = mesh.data_context_parallel.rank == 0
         self.state = TrainState()
-        required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
-        if len(datasets.train) < required:
-            rampup = "" if config.train.rampup_batch_size is None else ", less during the ramp-up,"
-            raise DataFormatError(
-                f"the index maps of the train split have {len(datasets.train)} samples but "
-                f"train.train_iters {config.train.train_iters} x train.global_batch_size "
-                f"{config.train.global_batch_size}{rampup} = {required} are read: build the index "
-                "maps again for this train_iters"
-            )
 
     def run(self) -> None:
         """Train until `train.train_iters` or until a stop is requested.
@@ -129,6 +117,7 @@ class Trainer:
             TrainingStoppedError: the run was asked to stop early; a checkpoint of its last
                 iteration is saved.
             TrainingError: a loss or gradient is not finite, or memory is exhausted.
+            DataFormatError: the training split has fewer samples than the run reads.
             CheckpointError: the checkpoint to resume from, or the pretrained one, is damaged or of
                 another model.
             ConfigError: the configuration differs from that checkpoint's in a field that must not
@@ -172,6 +161,7 @@ class Trainer:
     def _start(self) -> None:
         """Resume from a checkpoint, if any, record the start, and run a missed validation."""
         path = self._checkpoints.resume(self.state)
+        self._require_samples()
         self._recorder.event(
             "start",
             iteration=self.state.iteration,
@@ -196,6 +186,27 @@ class Trainer:
             if due:
                 self._evaluate()
             self._measure_perplexity()
+
+    def _require_samples(self) -> None:
+        """Raise DataFormatError if the train split ends before the run does."""
+        train, state, samples = self._config.train, self.state, len(self._data.train)
+        remaining = train.train_iters - state.iteration
+        required = BatchSchedule.of(train).consumed_after(max(0, remaining), state.consumed_samples)
+        if remaining <= 0 or samples >= required:
+            return
+        rampup = "" if train.rampup_batch_size is None else ", less during the ramp-up,"
+        if state.iteration == 0:
+            product = f"train.train_iters {train.train_iters}"
+        else:
+            product = (
+                f"{state.consumed_samples} consumed by iteration {state.iteration} + the remaining "
+                f"{remaining} of train.train_iters {train.train_iters}"
+            )
+        raise DataFormatError(
+            f"the index maps of the train split have {samples} samples but {product} x "
+            f"train.global_batch_size {train.global_batch_size}{rampup} = {required} are read: "
+            "build the index maps again for this run, or lower train.train_iters"
+        )
 
     def _prediction(self) -> dict[str, Any]:
         """Return the predicted milliseconds of an iteration by phase, and the hardware's name.

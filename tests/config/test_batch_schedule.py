@@ -70,6 +70,8 @@ def test_closed_forms_equal_the_sums_over_batches(
     assert all(first <= second <= schedule.global_batch_size for first, second in pairwise(batches))
     consumed = sum(batches)
     assert schedule.consumed_after(iterations) == consumed
+    half = schedule.consumed_after(iterations // 2)
+    assert schedule.consumed_after(iterations - iterations // 2, half) == consumed
     assert schedule.iterations_for(consumed) == iterations
     assert schedule.iterations_for(consumed + 1) == iterations + 1
     if iterations:

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from megacore.artifact import Artifact
+from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
+from megacore.train.state import TrainState
 from tasks.index import requested_samples
 from tasks.train import job_of, make_job, training_counts
 from tests.data._files import write_tokens
@@ -31,6 +33,22 @@ def test_number_of_samples_follows_from_the_batches(run_directory: Path) -> None
     counts = training_counts(run_directory, config, index)
     assert (counts["tokens"], counts["epochs"]) == (200 * 16, 2.0)
     assert training_counts(run_directory, ramp, index)["tokens"] == 190 * 16
+
+
+def test_samples_of_a_resumed_run_begin_at_those_of_the_checkpoint(
+    tmp_path: Path, run_directory: Path
+) -> None:
+    state = TrainState(iteration=40, consumed_samples=400)
+    write_json(tmp_path / "state.json", {"train": state.to_json()})
+    values = make_config().model_dump(mode="json")
+    values["resume"]["checkpoint"] = str(tmp_path)
+    config = RunConfig.model_validate(values)
+    assert requested_samples(config) == (400 + 60 * 2, 20, None)
+    counts = {"train": {"tokens": 1600, "samples": 520, "epochs": 6}}
+    index = Artifact(stage="index", key="ab" * 8, path="maps", digest="f" * 64, counts=counts)
+    assert training_counts(run_directory, config, index)["tokens"] == 520 * 16
+    write_json(tmp_path / "state.json", {"train": TrainState(40, 20).to_json()})
+    assert requested_samples(config) == (200, 20, None)
 
 
 def artifact(tmp_path: Path, **counts: int) -> Artifact:

@@ -12,7 +12,7 @@ import torch
 from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
-from megacore.errors import CheckpointError, ConfigError
+from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 
@@ -79,6 +79,16 @@ def test_run_resumed_from_another_runs_checkpoint_is_bit_identical(
     # Once it has its own checkpoints, it resumes from these.
     _runs.train(run(7, resume={"checkpoint": checkpoint}), data, tmp_path / "other", attempt=2)
     assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
+
+
+def test_samples_consumed_before_the_checkpoint_count(data: Path, half: Path) -> None:
+    checkpoint = half / "checkpoints/iter_0000003"
+    rewrite_state(checkpoint, lambda values: values["train"].update(consumed_samples=4000))
+    with pytest.raises(
+        DataFormatError,
+        match=r"4000 consumed by iteration 3 \+ the remaining 3 of .* 6 x .* 8 = 4024 are read",
+    ):
+        _runs.train(run(6, resume={"checkpoint": str(checkpoint)}), data, half.parent / "other")
 
 
 def test_run_with_documents_packed_by_best_fit_resumes_bit_identically(tmp_path: Path) -> None:
