@@ -249,7 +249,7 @@ class Trainer:
         except LossError as error:
             raise LossError(f"{error}; {self._last_good()}") from error
         self._profiler.after(state.iteration)
-        if self._mesh.rank == 0:  # the only one that reports
+        if self._mesh.rank == 0 and update.applied:  # the only rank that reports
             self._source_losses.add(first_sample, update.losses)
         # a skipped batch has no notices
         *requests, save_failed = update.notices or (False,)

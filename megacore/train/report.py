@@ -90,17 +90,26 @@ class RateMeter:
     def report(
         self, state: TrainState, update: Update, loss_scale: float, device: torch.device
     ) -> tuple[StepReport, dict[str, float]]:
-        """Return the interval's report and milliseconds per iteration by phase.
+        """Return the interval's report and milliseconds per computed iteration by phase.
 
         Starts a new interval.
         """
-        iterations = max(state.iteration - self._iteration, 1)
+        # Batches skipped because of train.skip_samples take no time and train nothing.
+        skipped = [
+            range(first, last + 1)
+            for first, last in state.passed_over
+            if first >= self._consumed_samples
+        ]
+        iterations = max(state.iteration - self._iteration - len(skipped), 1)
         seconds = (time.perf_counter() - self._started - self._paused) / iterations
-        samples = (state.consumed_samples - self._consumed_samples) / iterations
+        consumed = state.consumed_samples - self._consumed_samples
+        samples = (consumed - sum(map(len, skipped))) / iterations
         sample_tokens = self._config.data.seq_length
         by_length = self._sequence.samples_by_length(
             self._batch, self._consumed_samples, state.consumed_samples
         )
+        for batch in skipped:
+            by_length[self._sequence.at(batch.start)] -= len(batch)
         milliseconds = self._timers.take(iterations)
         tokens_per_second = samples * sample_tokens / seconds
         hardware_tflops, model_tflops = (

@@ -2,7 +2,9 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from megacore.artifact.workspace import CONFIG_KEY
 from megacore.checkpoint.load import read_state, read_tensors
 from megacore.config.run import RunConfig
+from megacore.engine.base import Update
 from megacore.errors import DataFormatError, MemoryExhaustedError, TrainingError
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
@@ -216,6 +219,25 @@ def test_step_events_report_consumed_samples_and_throughput(data: Path, tmp_path
     assert last["mfu"] == pytest.approx(last["tflops"])
     assert last["mfu_measured"] == pytest.approx(last["tflops"] / 2)
     assert last["skipped_iterations"] == last["nan_iterations"] == 0
+
+
+def test_losses_by_source_are_those_of_applied_iterations(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[int] = []
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+        compute, calls = trainer._engine.update, iter(range(6))
+
+        def update(*arguments: Any, **options: Any) -> Update:
+            return replace(compute(*arguments, **options), applied=next(calls) != 2)
+
+        monkeypatch.setattr(trainer._engine, "update", update)
+        monkeypatch.setattr(
+            trainer._source_losses, "add", lambda first, losses: added.append(first)
+        )
+        trainer.run()
+    assert added == [0, 8, 24, 32, 40]
 
 
 def test_dataset_with_too_few_samples_is_refused(data: Path, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_reproduced_fault_blames_data_and_its_batch_can_be_skipped(
     steps = {event["iteration"]: event for event in _runs.events(tmp_path, "step")}
     assert steps[ITERATION]["lm_loss"] is None
     assert steps[ITERATION]["skipped_iterations"] == 1
+    assert steps[ITERATION]["tokens_per_second"] == steps[ITERATION]["mfu"] == 0
     assert [steps[i]["consumed_samples"] for i in (3, 4, 5, 6)] == [24, 32, 40, 48]
     state = read_state(tmp_path / "checkpoints/iter_0000006")["train"]
     assert (state["applied_iterations"], state["passed_over"]) == (5, [[24, 31]])
