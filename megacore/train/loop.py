@@ -88,7 +88,8 @@ class Trainer:
         self._data = datasets
         self._recorder = recorder
         self._vocab_size = spec.vocab_size
-        self._hosts: list[str] = RankGroup(None).everywhere(socket.gethostname)
+        self._ranks = RankGroup(None)
+        self._hosts: list[str] = self._ranks.everywhere(socket.gethostname)
         self._checkpoints = RunCheckpoints(config, engine, mesh, recorder, run_directory, spec)
         self._stop = StopRequest(config.train, run_directory, rank=mesh.rank, started=started)
         self._timers = mesh.timers or Timers(engine.device)
@@ -265,14 +266,28 @@ class Trainer:
         if evaluates or saves:
             with self._meter.paused():
                 # A signal leaves only a few seconds, which the checkpoint needs.
-                in_time = reason != "signal"
-                if evaluates and in_time:
+                if evaluates and reason != "signal":
                     self._evaluate()
+                    reason = self._reason_after_validation()
+                    saves = saves or reason is not None
                 if saves:
-                    validation = self._measure_perplexity() if in_time else None
+                    validation = None
+                    if reason != "signal":
+                        validation = self._measure_perplexity()
+                        reason = self._reason_after_validation()
                     self._mesh.beat("save")
                     self._checkpoints.save(state, validation)
         return reason
+
+    def _reason_after_validation(self) -> StopReason | None:
+        """Return the reason to stop after this iteration, which may be new since its update.
+
+        Collective. A validation can take long, so the ranks exchange their notices again.
+        """
+        if self.state.iteration == self._config.train.train_iters:
+            return None
+        notices = zip(*self._ranks.everywhere(self._stop.notices), strict=True)
+        return self._stop.reason([any(each) for each in notices], self.state.iteration)
 
     def _notices(self) -> tuple[bool, ...]:
         """Return this rank's notices for the exchange of losses."""

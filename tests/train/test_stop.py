@@ -14,6 +14,7 @@ from megacore.checkpoint.format import read_tracker
 from megacore.config.run import RunConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.observe.recorder import Recorder
+from megacore.train.loop import Trainer
 from megacore.train.stop import StopRequest
 from tests._dist import run_distributed
 from tests.train import _runs
@@ -127,6 +128,28 @@ def test_resumed_run_does_the_validation_a_signal_prevented(data: Path, tmp_path
     _runs.train(config, data, tmp_path, attempt=2)
     for kind in kinds:
         assert [event["iteration"] for event in _runs.events(tmp_path, kind)] == [3, 6]
+
+
+@pytest.mark.parametrize("validation", ["_evaluate", "_measure_perplexity"])
+def test_signal_within_a_validation_ends_the_run_after_one_save(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validation: str
+) -> None:
+    config = run(eval_interval=3).model_copy(
+        update={"checkpoint": _runs.config(checkpoint={"save_interval": 3}).checkpoint}
+    )
+    validate = getattr(Trainer, validation)
+
+    def interrupted(trainer: Trainer) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(trainer)
+
+    monkeypatch.setattr(Trainer, validation, interrupted)
+    with pytest.raises(PreemptedError, match="stopped at iteration 3 of 6"):
+        _runs.train(config, data, tmp_path)
+    assert exits(tmp_path) == [("signal", 3)]
+    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [3]
+    measured = [3] if validation == "_measure_perplexity" else []
+    assert [event["iteration"] for event in _runs.events(tmp_path, "perplexity")] == measured
 
 
 def stop_two_ranks(data: Path, root: Path) -> list[str]:
