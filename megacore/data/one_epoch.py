@@ -63,7 +63,10 @@ def one_epoch(
     """
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
     description = opener.description
-    with workspace_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as directory:
+    # NFS keeps a deleted file that is still mapped as .nfs… in its folder, which then cannot be
+    # removed. It stays until `scratch` is removed.
+    temporary = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True)
+    with workspace_errors(scratch), temporary as directory:
         numbers = description.blends.get(split_name, ())
         members = []
         for number in numbers:

@@ -1,5 +1,7 @@
 """Tests of opening splits for training: single data sets, blends and one epoch of each member."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +171,20 @@ def test_one_epoch_of_a_single_data_set_equals_its_split(
         prefixes[:1], tmp_path, "valid", config, tmp_path, tokenizer_directory=tmp_path
     )
     np.testing.assert_array_equal(dataset.gather(range(3)), expected)
+
+
+def test_one_epoch_accepts_a_folder_that_nfs_cannot_remove_yet(
+    prefixes: list[str], blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, **options: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    config = run_config(split="50,25,25")
+    expected = one_epoch(prefixes, blend, "valid", config, tmp_path, tokenizer_directory=tmp_path)
+    monkeypatch.setattr(os, "rmdir", refuse)
+    dataset = one_epoch(prefixes, blend, "valid", config, tmp_path, tokenizer_directory=tmp_path)
+    samples = range(len(expected))
+    np.testing.assert_array_equal(dataset.gather(samples), expected.gather(samples))
 
 
 def test_train_tokens_are_the_tokens_of_the_train_split(prefixes: list[str], blend: Path) -> None:
