@@ -36,9 +36,14 @@ def pattern_of(source: SourceTreeSource) -> str | None:
 
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
     """Return the number of files, and one sha256 over all relative paths and content digests."""
-    root = root_of(source)
-    entries = [[name, _digest(root / name)] for name in list_files(root, pattern_of(source))]
-    content = {"files": len(entries), "sha256": hashlib.sha256(canonical_json(entries)).hexdigest()}
+    root, pattern = root_of(source), pattern_of(source)
+    entries = [[name, _digest(root / name)] for name in list_files(root, pattern)]
+    content: dict[str, Any] = {
+        "files": len(entries),
+        "sha256": hashlib.sha256(canonical_json(entries)).hexdigest(),
+    }
+    if pattern is None:
+        content["pattern"] = None  # `collect` skips files that it keeps with any pattern
     return key_parameters(source, "collect", content)
 
 

@@ -57,6 +57,16 @@ def test_fingerprint_depends_only_on_paths_and_content(tree: Path) -> None:
     assert fingerprint(source) != before
 
 
+def test_fingerprint_depends_on_whether_a_pattern_is_set(tmp_path: Path) -> None:
+    (tmp_path / "full.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    source = SourceTreeSource(kind="source_tree", path=str(tmp_path))
+    some, every = (source.model_copy(update={"pattern": pattern}) for pattern in ("*.txt", "*"))
+    # Both patterns select the same files; without one, the empty file is skipped.
+    assert set(fingerprint(some)) == {"kind", "files", "sha256"}
+    assert fingerprint(some) == fingerprint(every) != fingerprint(source)
+
+
 def test_a_directory_without_a_pattern_gives_all_its_text(tree: Path, tmp_path: Path) -> None:
     (tree / ".hidden").write_text("no")
     (tree / ".git").mkdir()
