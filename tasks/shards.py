@@ -57,12 +57,15 @@ def tokenize_shard(
     shard: "tuple[Segment, ...]",
 ) -> StageResult:
     """Write a part of a corpus as `.bin`/`.idx`."""
+    from megacore.corpus.documents import read_sources
     from megacore.tokenizer import tokenize as shards
 
     options = tokenize_options(config, punkt)
+    paths = {part.path for part in shard}
 
     def fill(directory: Path) -> dict[str, Any]:
-        return dict(
+        read_sources(corpus.directory, paths)
+        counts = dict(
             shards.tokenize_shard(
                 shard,
                 tokenizer.directory,
@@ -72,6 +75,8 @@ def tokenize_shard(
                 document_bytes=config.data.max_document_bytes,
             )
         )
+        read_sources(corpus.directory, paths)  # a file may have changed while it was read
+        return counts
 
     return build(config, shard_key(config, corpus, tokenizer, punkt, shard), fill)
 
@@ -100,6 +105,7 @@ def tokenize_in_shards(
     The artifacts of the shards are added to `shards`. When shards fail, the others are finished
     first, and the next run reuses them. Raises the first failed shard's error.
     """
+    from megacore.corpus.documents import read_sources
     from megacore.corpus.segments import divide, segments
     from megacore.tokenizer.tokenize import merge_shards
 
@@ -121,9 +127,11 @@ def tokenize_in_shards(
         raise failures[0]
     shards += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
     options = tokenize_options(config, punkt)
-    return dict(
+    counts = dict(
         merge_shards([shard.directory for shard in shards], directory, tokenizer.directory, options)
     )
+    read_sources(corpus.directory)  # a file may have changed after its shard was read
+    return counts
 
 
 def _outcome(

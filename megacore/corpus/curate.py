@@ -23,6 +23,7 @@ from megacore.config.curate import (
 from megacore.corpus import extract
 from megacore.corpus.curate_job import (
     DOCUMENTS_FOLDER,
+    JOB_NAME,
     CurateOptions,
     Job,
     Phase,
@@ -134,7 +135,7 @@ def curate_corpus(
     as for `curate_segments`.
     """
     named = read_sources(corpus) is None
-    return curate_segments(
+    counts = curate_segments(
         segments(corpus),
         directory,
         work,
@@ -144,6 +145,14 @@ def curate_corpus(
         earlier=[segments(each) for each in earlier],
         executor=executor,
     )
+    try:
+        for each in (corpus, *earlier):
+            read_sources(each)  # a file may have changed while it was read
+    except DataFormatError:
+        # No later attempt may continue with the documents of a changed file.
+        (work / JOB_NAME).unlink(missing_ok=True)
+        raise
+    return counts
 
 
 def curate_segments(

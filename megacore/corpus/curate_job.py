@@ -50,6 +50,7 @@ from megacore.errors import ConfigError
 VERSION = 2
 """Version of the curate stage, increased whenever its output changes."""
 DOCUMENTS_FOLDER = "documents"
+JOB_NAME = "job.json"
 _URL_LISTS = ("extra_domains", "extra_urls", "banned_words", "banned_subwords", "soft_banned_words")
 _MAX_SHARDS = 65_535
 _MAX_FINDERS = 16
@@ -310,7 +311,7 @@ class Job:
             else {}
         )
         digest = hashlib.sha256(canonical_json(identity)).hexdigest()
-        path = work / "job.json"
+        path = work / JOB_NAME
         # These values do not change the documents that are kept.
         current = {"models": dict(models), "document_bytes": options.document_bytes}
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -355,7 +356,7 @@ class Job:
     @classmethod
     def read(cls, work: Path) -> "Job":
         """Read the job in a work directory. Raises OSError, ValueError, KeyError, TypeError."""
-        values = read_json(work / "job.json")
+        values = read_json(work / JOB_NAME)
         return cls(
             work,
             _STEPS.validate_python(values["steps"]),

@@ -1,7 +1,7 @@
 """Files of a corpus directory: `corpus.jsonl` with documents, or `sources.json` with paths."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,11 +98,14 @@ def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **fac
     write_json(directory / SOURCES_NAME, {"kind": kind, "files": entries, **facts})
 
 
-def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | None:
+def read_sources(
+    directory: Path, paths: Container[str] | None = None
+) -> tuple[dict[str, Any], list[SourceFile]] | None:
     """Read `sources.json` and check that its files are unchanged.
 
-    Returns its content and the files, with absolute paths (also of a prefix), or None if the corpus
-    has a `corpus.jsonl` instead. Raises DataFormatError.
+    With `paths`, only these files are checked. Returns its content and the files, with absolute
+    paths (also of a prefix), or None if the corpus has a `corpus.jsonl` instead. Raises
+    DataFormatError.
     """
     path = directory / SOURCES_NAME
     if not path.exists():
@@ -126,7 +129,8 @@ def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | N
             f"{path} is damaged ({error}): run the collect stage again"
         ) from error
     for file in files:
-        file.check_unchanged()
+        if paths is None or file.path in paths:
+            file.check_unchanged()
     return facts, files
 
 

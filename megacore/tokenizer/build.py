@@ -25,6 +25,7 @@ from megacore.config.data import (
 )
 from megacore.config.keys import key_parameters
 from megacore.corpus.blocks import iterate_texts
+from megacore.corpus.documents import read_sources
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.tokenizer.load import (
@@ -89,9 +90,9 @@ def build_tokenizer(
     `cache_directory` (default: `.huggingface` next to `directory`). Raises DataFormatError for
     files that are missing or malformed, DownloadError if the hub cannot be reached, WorkspaceError.
     """
+    folders = [corpora] if isinstance(corpora, Path) else corpora
 
     def texts() -> Iterator[str]:
-        folders = [corpora] if isinstance(corpora, Path) else corpora
         return (
             text
             for folder in folders
@@ -103,6 +104,8 @@ def build_tokenizer(
     match choice:
         case TrainBpeTokenizer() | TrainWordPieceTokenizer():
             tokenizer = train_tokenizer(choice, texts)
+            for folder in folders:
+                read_sources(folder)  # a file may have changed while it was read
         case _:
             tokenizer = open_tokenizer(choice, cache_directory or directory.parent / ".huggingface")
     roles = _GPT2_ROLES if isinstance(choice, TrainBpeTokenizer | Gpt2BpeTokenizer) else {}

@@ -142,6 +142,7 @@ def tokenize_corpus(
             check_tokens(counts, corpus_directory)
         record_documents(directory, files, tokenizer, tokenizer_directory, options)
     check_tokens(counts, corpus_directory)
+    read_sources(corpus_directory)  # a file may have changed while it was read
     return {**counts, "vocab_size": tokenizer.vocab_size}
 
 

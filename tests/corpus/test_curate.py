@@ -26,10 +26,12 @@ from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.utils.lid import FT176LID
 
 from megacore.config.curate import CurateSteps
+from megacore.config.data import JsonlSource
 from megacore.config.load import validated
 from megacore.corpus import curate as stage
 from megacore.corpus.blocks import read_blocks
-from megacore.corpus.curate import check_steps, curate_segments
+from megacore.corpus.collect import collect
+from megacore.corpus.curate import check_steps, curate_corpus, curate_segments
 from megacore.corpus.curate_blocks import SeparatedWords, minhash_config
 from megacore.corpus.curate_job import CurateOptions, Job, fingerprint, plan_phases
 from megacore.corpus.curate_report import report_text
@@ -709,6 +711,30 @@ def test_an_attempt_that_is_discarded_loses_its_job_first(
     with pytest.raises(KeyboardInterrupt):
         Job.prepare(work, jsonl_segments([file], "text"), steps, {}, OPTIONS, named=False)
     assert left == [False]
+
+
+def test_a_file_that_changes_while_it_is_curated_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "in.jsonl", ["one", "two"])
+    for name in ("corpus", "out"):
+        (tmp_path / name).mkdir()
+    collect(JsonlSource(kind="jsonl", files=(str(file),)), tmp_path / "corpus")
+    original = stage.curate_segments
+
+    def curate_and_overwrite(*arguments: Any, **options: Any) -> dict[str, Any]:
+        counts = original(*arguments, **options)
+        write(file, ["two", "one"])
+        os.utime(file, (1, 1))
+        return counts
+
+    monkeypatch.setattr(stage, "curate_segments", curate_and_overwrite)
+    work = tmp_path / "work"
+    with pytest.raises(DataFormatError, match=r"in\.jsonl has changed since it was collected"):
+        curate_corpus(
+            tmp_path / "corpus", tmp_path / "out", work, steps_of({"step": "pii"}), OPTIONS
+        )
+    assert not (work / "job.json").exists()
 
 
 def test_phases_end_at_deduplications() -> None:

@@ -4,15 +4,23 @@ import builtins
 import errno
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 
-from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
+from megacore.config.data import (
+    Gpt2BpeTokenizer,
+    HfTokenizer,
+    JsonlSource,
+    TrainBpeTokenizer,
+)
 from megacore.config.spec import SpecialTokens
+from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError, FileAccessError
 from megacore.tokenizer import build, load_tokenizer, wordpiece
@@ -72,6 +80,27 @@ def test_trained_bpe_has_the_configured_size_and_decodes_losslessly(
         "vocab.json",
         "merges.txt",
     }
+
+
+def test_a_file_that_changes_while_a_tokenizer_is_trained_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n')
+    for name in ("corpus", "out"):
+        (tmp_path / name).mkdir()
+    collect(JsonlSource(kind="jsonl", files=(str(file),)), tmp_path / "corpus")
+    original = build.train_tokenizer
+
+    def train_and_overwrite(*arguments: Any) -> Any:
+        tokenizer = original(*arguments)
+        file.write_text('{"text": "two"}\n')
+        os.utime(file, (1, 1))
+        return tokenizer
+
+    monkeypatch.setattr(build, "train_tokenizer", train_and_overwrite)
+    with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
+        build_tokenizer(train(258), tmp_path / "corpus", tmp_path / "out")
 
 
 def test_special_tokens_have_the_ids_between_end_of_text_and_bytes(

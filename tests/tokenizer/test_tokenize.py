@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config.data import PrefixSource
+from megacore.config.data import JsonlSource, PrefixSource
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, FileAccessError, WorkspaceError
@@ -71,6 +71,22 @@ def test_documents_are_encoded_in_corpus_or_shuffled_order(
         "tokens_text_document.bin",
         "tokens_text_document.idx",
     ]
+
+
+def test_a_file_that_changes_while_it_is_tokenized_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n')
+    (tmp_path / "corpus").mkdir()
+    collect(JsonlSource(kind="jsonl", files=(str(file),)), tmp_path / "corpus")
+
+    def overwrite(size: int) -> None:
+        file.write_text('{"text": "two"}\n')
+        os.utime(file, (1, 1))
+
+    with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
+        tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(), progress=overwrite)
 
 
 def test_files_do_not_depend_on_workers_and_block_size(
