@@ -1,5 +1,6 @@
 """Keys of artifacts and their atomic build under a lock."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,8 +19,10 @@ from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact.files import canonical_json, sync_directory, sync_tree, workspace_errors
 from megacore.artifact.manifest import Manifest, list_files, verified_record
-from megacore.errors import ArtifactError, MemoryExhaustedError
+from megacore.errors import ArtifactError, MemoryExhaustedError, WorkspaceError
 
+WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of a file system that has no locks."""
 KEY_LENGTH = 16
 """Hex digits of a key: 64 bits."""
 _logger = logging.getLogger(__name__)
@@ -208,7 +211,7 @@ def lock(
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+", encoding="utf-8") as file:
-        if not _flock(descriptor, kind):
+        if not _flock(descriptor, kind, target):
             on_wait(f"waits for {target}, which {_holder_of(file)} uses")
             fcntl.flock(file, kind)
         if shared:
@@ -232,7 +235,7 @@ def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
     """
     descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        yield _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, target)
     finally:
         os.close(descriptor)
 
@@ -244,7 +247,7 @@ def is_locked(target: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _flock(descriptor, fcntl.LOCK_SH)
+        return not _flock(descriptor, fcntl.LOCK_SH, target)
     finally:
         os.close(descriptor)
 
@@ -254,12 +257,22 @@ def lock_file(target: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def _flock(descriptor: int, kind: int) -> bool:
-    """Take a lock and return True, or return False if another process holds it."""
+def _flock(descriptor: int, kind: int, target: Path) -> bool:
+    """Take a lock and return True, or return False if another process holds it.
+
+    Raises WorkspaceError if the file system of `target` has no locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        raise WorkspaceError(
+            f"cannot lock {target} ({error.strerror}): mount its file system with locks (flock on "
+            "Lustre, lockd for NFS), or set MEGACORE_WORKSPACE to another disk"
+        ) from error
     return True
 
 

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megacore.artifact.build import WITHOUT_LOCKS
 from megacore.artifact.files import read_json, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
@@ -38,7 +39,6 @@ METADATA_NAME = ".metadata"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STALE_SUFFIX = ".tmp-"
 
-_WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 _THREADS = 4
 """Maximum number of hashing threads; a disk is not faster with more."""
@@ -278,7 +278,7 @@ def _lock(descriptor: int, operation: int, file: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in WITHOUT_LOCKS:
             raise
         _logger.warning(
             "%s is on a file system without locks: it may be deleted while it is read", file

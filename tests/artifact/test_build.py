@@ -20,6 +20,7 @@ from megacore.artifact import (
     lock,
     open_artifact,
 )
+from megacore.artifact.build import is_locked
 from megacore.artifact.files import write_json
 from megacore.errors import ArtifactError, FileAccessError, MemoryExhaustedError, WorkspaceError
 
@@ -286,6 +287,22 @@ def test_waiting_process_does_not_name_a_dead_holder(tmp_path: Path, start_holde
     with lock(tmp_path / "run", on_wait=end_reader):
         pass
     assert shown == [f"waits for {tmp_path / 'run'}, which another process uses"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    message = f"cannot lock {tmp_path}/.*: mount its file system with locks .* MEGACORE_WORKSPACE"
+    with pytest.raises(WorkspaceError, match=message):
+        build_artifact(tmp_path, KEY, fill)
+    (tmp_path / ".run.lock").touch()
+    with pytest.raises(WorkspaceError, match=message):
+        is_locked(tmp_path / "run")
 
 
 def test_lock_file_is_empty_after_use(tmp_path: Path) -> None:
