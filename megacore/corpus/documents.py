@@ -35,6 +35,9 @@ class CorpusWriter:
         try:
             line = orjson.dumps({"text": text, "source": source}, option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError as error:
+            name = source.encode("utf-8", "backslashreplace").decode()
+            if name != source:
+                raise DataFormatError(f"{name} has a name that is not UTF-8: rename it") from error
             raise DataFormatError(
                 f"{source} holds text that is not Unicode ({error}): remove it"
             ) from error

@@ -113,7 +113,7 @@ def _walk(root: Path, pattern: str | None) -> Iterator[str]:
                 matches = not name.startswith(".")
             else:
                 matches = _matches(below.parts if len(parts) > 1 else (name,), parts)
-            if matches and _is_regular(path):
+            if matches and _is_regular(path, below):
                 yield below.as_posix()
 
 
@@ -128,13 +128,13 @@ def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], rest)
 
 
-def _is_regular(path: Path) -> bool:
-    """Return True for a regular file whose name is valid UTF-8.
+def _is_regular(path: Path, below: Path) -> bool:
+    """Return True for a regular file whose path relative to the source, `below`, is valid UTF-8.
 
     Pipes and devices are excluded because reading them may never end, and so are dangling links.
     """
     try:
-        path.name.encode("utf-8")
+        str(below).encode("utf-8")
         with access_errors(path):
             return stat.S_ISREG(path.stat().st_mode)
     except (OSError, UnicodeEncodeError):

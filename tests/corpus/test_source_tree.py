@@ -79,6 +79,16 @@ def test_a_directory_without_a_pattern_gives_all_its_text(tree: Path, tmp_path: 
     assert [json.loads(line)["source"] for line in lines] == ["a/c.py", "a/notes.txt", "b.py"]
 
 
+def test_files_in_a_folder_whose_name_is_not_utf8_are_left_out(tree: Path, tmp_path: Path) -> None:
+    folder = tree / os.fsdecode(b"\xfc")
+    folder.mkdir()
+    (folder / "d.py").write_text("no")
+    (tmp_path / "out").mkdir()
+    for pattern in ("*.py", None):
+        source = SourceTreeSource(kind="source_tree", path=str(tree), pattern=pattern)
+        assert collect(source, tmp_path / "out")["documents"] == 3
+
+
 def test_the_default_tree_is_the_standard_library() -> None:
     source = SourceTreeSource(kind="source_tree")
     files = list_files(root_of(source), pattern_of(source))

@@ -47,6 +47,13 @@ def test_parts_are_the_whole_text(tmp_path: Path, text: str, characters: int) ->
     assert all(len(part) > characters // 2 - 1 for part in parts[:-1])
 
 
+def test_a_file_whose_name_is_not_utf8_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"\xfc.txt")
+    file.write_text("text")
+    with pytest.raises(DataFormatError, match=r"\\udcfc\.txt has a name that is not UTF-8: rename"):
+        collected(source_of(file), tmp_path / "out")
+
+
 def test_parts_do_not_depend_on_how_much_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
