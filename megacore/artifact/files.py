@@ -63,6 +63,8 @@ _OF_PATHS = frozenset(
     }
 )
 """Errors that say what is at a path: nothing, or no file of the right kind."""
+_WITHOUT_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+"""Errors where a hard link is not possible: there are none, too many, or none across disks."""
 _ELSEWHERE = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
 _FREE_SPACE = "free some space (in a workspace, `megacore clean` removes stale temporaries)"
 
@@ -453,6 +455,19 @@ def remove_dead_temporaries(target: Path) -> None:
         if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
             with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """Hard-link a file as `target`, or copy it where the file system has no hard link for it.
+
+    A copy is not synced yet. Raises OSError.
+    """
+    try:
+        os.link(path, target)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINK:
+            raise
+        shutil.copyfile(path, target)
 
 
 def sync_tree(path: Path) -> None:

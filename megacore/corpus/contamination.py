@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import link_or_copy, read_json, workspace_errors, write_json
 from megacore.corpus.curate_job import CurateOptions, Job, document_file
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.segments import segments
@@ -394,7 +394,7 @@ def remove_documents(
         files = []
         for rank in range(len(job.shards)):
             path = directory / document_file(rank)
-            os.link(work / path.name, path)
+            link_or_copy(work / path.name, path)
             files.append(SourceFile(path.name, path.stat().st_size, None))
     counts = {
         name: sum(receipt[name] for receipt in receipts)

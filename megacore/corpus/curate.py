@@ -4,7 +4,6 @@
 that was killed starts again.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, as_completed
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import link_or_copy, workspace_errors, write_json
 from megacore.config.curate import (
     CurateStep,
     ExactDedupStep,
@@ -194,7 +193,7 @@ def curate_segments(
         files = []
         for rank in range(len(job.shards)):
             path = directory / document_file(rank)
-            os.link(work / DOCUMENTS_FOLDER / document_file(rank), path)
+            link_or_copy(work / DOCUMENTS_FOLDER / document_file(rank), path)
             files.append(SourceFile(path.name, path.stat().st_size, None))
     read, kept = report["documents"]["read"], report["documents"]["kept"]
     if not read:

@@ -1,5 +1,6 @@
 """Tests of atomic file replacement and of reading JSON files within limits."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 
 from megacore.artifact.files import (
     access_error,
+    link_or_copy,
     parse_json,
     read_bytes,
     read_json,
@@ -270,3 +272,24 @@ def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
     assert regular(tmp_path / "large", (tmp_path / "large").stat().st_size)
     with pytest.raises(OSError, match="bytes, over the limit of 9"):
         regular(tmp_path / "large", 9)
+
+
+@pytest.mark.parametrize(("code", "copied"), [(errno.EXDEV, True), (errno.EACCES, False)])
+def test_a_file_is_copied_only_where_it_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, copied: bool
+) -> None:
+    def refuse(*paths: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    file, target = tmp_path / "a", tmp_path / "b"
+    file.write_bytes(b"text")
+    link_or_copy(file, target)
+    assert file.samefile(target)
+    target.unlink()
+    monkeypatch.setattr(os, "link", refuse)
+    with contextlib.nullcontext() if copied else pytest.raises(PermissionError):
+        link_or_copy(file, target)
+    assert target.exists() == copied
+    if copied:
+        assert target.read_bytes() == b"text"
+        assert not file.samefile(target)

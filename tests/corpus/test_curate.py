@@ -1,5 +1,6 @@
 """Curation finds what datatrove's blocks find, for any number of processes and after any kill."""
 
+import errno
 import json
 import os
 import random
@@ -735,6 +736,19 @@ def test_a_file_that_changes_while_it_is_curated_is_refused(
             tmp_path / "corpus", tmp_path / "out", work, steps_of({"step": "pii"}), OPTIONS
         )
     assert not (work / "job.json").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV])
+def test_documents_are_copied_where_they_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", refuse)
+    file = write(tmp_path / "in.jsonl", ["one", "two"])
+    kept, _ = run(tmp_path, file, {"step": "pii"})
+    assert [text for text, _ in kept] == ["one", "two"]
 
 
 def test_phases_end_at_deduplications() -> None:
