@@ -539,7 +539,9 @@ class CheckpointSaver:
                 progress=progress,
             )
             seconds = time.monotonic() - flight.began
-            deleted = self._ranks.on_first(lambda: apply_retention(self._root, **self._keep))
+            deleted = self._ranks.on_first(
+                lambda: apply_retention(self._root, in_use=path, **self._keep)
+            )
             stall = flight.stall_seconds if self._asynchronous else seconds
             flight.finished = SaveFinished(path, marker, seconds, stall, deleted)
         except BaseException as error:

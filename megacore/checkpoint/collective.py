@@ -127,6 +127,25 @@ def latest_complete_together(
     return chosen
 
 
+def refuse_only_damaged(root: Path, ranks: RankGroup) -> None:
+    """Refuse to start anew in `root` if it has complete checkpoints, all damaged. Collective.
+
+    For a run for which `latest_complete_together` returned None: a start at iteration 0 would lose
+    its work. Raises CheckpointError.
+    """
+
+    def check() -> None:
+        damaged = [path for path in checkpoint_directories(root) if (path / MARKER_NAME).is_file()]
+        if damaged:
+            raise CheckpointError(
+                f"all complete checkpoints in {root} are damaged, as the warnings before this "
+                f"say ({', '.join(path.name for path in damaged)}): restore one from a copy, or "
+                "move them away to start from the beginning"
+            )
+
+    ranks.on_first(check)
+
+
 def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     """Compare every hash like `format.verify`; return the marker on every rank. Collective.
 

@@ -29,10 +29,15 @@ def apply_retention(
     The rules keep the newest `keep_last`, those at multiples of `keep_every` iterations, the one
     with the lowest validation loss (the older on a tie) if `keep_best`, `in_use`, and those that
     are being read (`format.reading`). The newest is always kept, so the only complete one is never
-    deleted. Incomplete ones are not touched. Call it on one rank, while no save is in progress.
-    Raises WorkspaceError.
+    deleted. Incomplete ones are not touched, nor those of later iterations than `in_use`, which
+    the rules ignore. Call it on one rank, while no save is in progress. Raises WorkspaceError.
     """
     markers = complete_checkpoints(root)
+    current = None if in_use is None else iteration_of(in_use)
+    if current is not None:
+        # A run that is at `current` skipped the later ones: their sizes are right, but not their
+        # content, so they must not take the place of sound ones.
+        markers = {path: marker for path, marker in markers.items() if marker.iteration <= current}
     newest_first = sorted(markers, key=lambda path: markers[path].iteration, reverse=True)
     kept = set(newest_first[: max(keep_last, 1)])
     if keep_every is not None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megacore.artifact.files import sync_directory, sync_tree, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME
-from megacore.checkpoint.collective import RankGroup, latest_complete_together
+from megacore.checkpoint.collective import RankGroup, latest_complete_together, refuse_only_damaged
 from megacore.checkpoint.format import (
     STALE_SUFFIX,
     FileRecord,
@@ -253,12 +253,14 @@ class FinetuneCheckpoints:
             The progress and the path of the checkpoint; initial progress and None if there is none.
 
         Raises:
-            CheckpointError: the checkpoint is from another number of ranks, or another version.
+            CheckpointError: the checkpoint is from another number of ranks, or another version, or
+                all complete checkpoints are damaged.
         """
         self._beat("load")
         self._ranks.on_first(self._clean_up_and_report)
         path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
         if path is None:
+            refuse_only_damaged(self.root, self._ranks)
             return Progress(), None
         with reading(path):
             values = read_state(path, PROGRESS_NAME)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
-from megacore.checkpoint.collective import RankGroup, latest_complete_together, verify_together
+from megacore.checkpoint.collective import (
+    RankGroup,
+    latest_complete_together,
+    refuse_only_damaged,
+    verify_together,
+)
 from megacore.checkpoint.format import (
     Marker,
     complete_checkpoints,
@@ -104,13 +109,16 @@ class RunCheckpoints:
             Path of the checkpoint from which the run resumes; None for a new run.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, of another model, or contains only weights.
+            CheckpointError: the checkpoint is damaged, of another model, or contains only weights,
+                or the run has complete checkpoints and all are damaged.
             ConfigError: the configuration differs from the checkpoint's in a field that must not
                 change.
         """
         self._mesh.beat("load")
         self._ranks.on_first(self._clean_up_and_report)
         path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
+        if path is None:
+            refuse_only_damaged(self.root, self._ranks)
         configured = self._config.resume.checkpoint
         if path is not None:
             self._load(path, state, another_run=False)

@@ -110,6 +110,24 @@ def make_saver(tmp_path: Path) -> Iterator[Callable[..., CheckpointSaver]]:
         saver.close()
 
 
+def test_retention_keeps_new_checkpoints_below_damaged_ones(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
+) -> None:
+    saver = make_saver(asynchronous=False)
+    for iteration in (900, 1000):
+        saver.save(iteration, example(), {}, validation_loss=None)
+        flip_bit(tmp_path / f"iter_{iteration:07d}" / "__0_0.distcp")
+    for iteration in (100, 200, 300):  # the run has started again, since both are damaged
+        saver.save(iteration, example(), {}, validation_loss=None)
+        latest = latest_complete(tmp_path)
+        assert latest == tmp_path / f"iter_{iteration:07d}"
+    saver.wait()
+    assert [path.name for path in complete_checkpoints(tmp_path, "full")] == [
+        "iter_0000200",
+        "iter_0000300",
+    ]
+
+
 @contextmanager
 def delayed_writes(change: Any = None) -> Iterator[threading.Event]:
     """Delay all writes until the event is set, and call `change` before each of them."""

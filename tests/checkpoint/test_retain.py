@@ -52,9 +52,11 @@ LOSSES = {100: 3.0, 200: 2.0, 300: 2.5, 400: 2.0, 500: None, 600: 4.0}
         ({"keep_last": 1, "keep_best": True, "keep_every": 200}, [200, 400, 600]),
         ({"keep_last": 9, "keep_best": False}, [100, 200, 300, 400, 500, 600]),
         (
-            {"keep_last": 1, "keep_best": False, "in_use": Path("elsewhere/iter_0000100")},
-            [100, 600],
+            {"keep_last": 1, "keep_best": False, "in_use": Path("elsewhere/iter_0000600")},
+            [600],
         ),
+        # the later ones are damaged: they are neither counted nor deleted
+        ({"keep_last": 2, "keep_best": True, "in_use": Path("iter_0000300")}, list(LOSSES)[1:]),
     ],
 )
 def test_rules_select_the_checkpoints_to_keep(

@@ -60,6 +60,21 @@ def test_keyed_change_is_refused_until_overridden(data: Path, half: Path) -> Non
     assert steps[4] > 1.5 * steps[3]
 
 
+def test_a_run_with_only_damaged_checkpoints_does_not_start_at_iteration_0(
+    data: Path, half: Path
+) -> None:
+    checkpoint = half / "checkpoints/iter_0000003"
+    (checkpoint / STATE_NAME).write_text("damaged")
+    with pytest.raises(
+        CheckpointError, match=r"all complete checkpoints in .* are damaged.*\(iter_0000003\)"
+    ):
+        _runs.train(run(), data, half, attempt=2)
+    checkpoint.rename(half / "moved")
+    (half / "checkpoints/iter_0000004").mkdir()  # an incomplete one holds no work
+    _runs.train(run(3), data, half, attempt=3)
+    assert _runs.events(half, "start")[-1]["resumed_from"] is None
+
+
 def test_unkeyed_changes_are_allowed_and_reported(data: Path, half: Path) -> None:
     _runs.train(run(6, parallel={"grad_reduce_bucket_mb": 1.0}), data, half, attempt=2)
     assert _runs.events(half, "start")[-1]["changes"] == [
