@@ -109,13 +109,20 @@ def _restored(rank: int, name: str, message: str) -> MegacoreError:
 
 
 def latest_complete_together(
-    root: Path, ranks: RankGroup, *, log: Callable[[str], None] = _logger.warning
+    root: Path,
+    ranks: RankGroup,
+    *,
+    log: Callable[[str], None] = _logger.warning,
+    progress: Callable[[], None] | None = None,
 ) -> Path | None:
-    """Choose a checkpoint like `format.latest_complete`; only the first rank logs. Collective."""
+    """Choose a checkpoint like `format.latest_complete`; only the first rank logs. Collective.
+
+    `progress` is called as in `verify_together`.
+    """
     chosen = None
     for directory in reversed(ranks.on_first(lambda: checkpoint_directories(root))):
         try:
-            verify_together(directory, ranks)
+            verify_together(directory, ranks, progress=progress)
         except CheckpointError as error:
             if ranks.rank == 0:
                 log(passed_over(error))
@@ -146,8 +153,12 @@ def refuse_only_damaged(root: Path, ranks: RankGroup) -> None:
     ranks.on_first(check)
 
 
-def verify_together(directory: Path, ranks: RankGroup) -> Marker:
+def verify_together(
+    directory: Path, ranks: RankGroup, *, progress: Callable[[], None] | None = None
+) -> Marker:
     """Compare every hash like `format.verify`; return the marker on every rank. Collective.
+
+    `progress` is called on each rank after each block that it read, by one thread at a time.
 
     Raises CheckpointError that names the missing or damaged file. Raises LaunchError if the
     complete checkpoint is missing on another host than the first rank's: skipping it would lose
@@ -174,7 +185,7 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     def compare() -> tuple[dict[str, str], str]:
         try:
             with reading(directory):
-                return marker.differing(directory, assigned, threads=threads), ""
+                return marker.differing(directory, assigned, threads=threads, progress=progress), ""
         except FileAccessError as error:  # raised below, on all ranks alike
             return {}, str(error)
 

@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -145,17 +146,29 @@ class Marker:
         return None, touched
 
     def differing(
-        self, directory: Path, names: Collection[str], *, threads: int | None = None
+        self,
+        directory: Path,
+        names: Collection[str],
+        *,
+        threads: int | None = None,
+        progress: Callable[[], None] | None = None,
     ) -> dict[str, str]:
         """Return the problems with the content of the named files, by name, in the marker's order.
 
         `threads` files are hashed in parallel; None means one per core, up to a small limit.
+        `progress` is called after each block that was read, by one thread at a time.
         """
+        lock = threading.Lock()
+
+        def on_read(count: int) -> None:
+            if progress is not None:
+                with lock:
+                    progress()
 
         def check(name: str) -> str | None:
             path = directory / name
             try:
-                same = file_digest(path) == self.files[name].sha256
+                same = file_digest(path, on_read) == self.files[name].sha256
                 return None if same else f"{path} has other content than when it was written"
             except FileNotFoundError:
                 return f"{path} is missing"

@@ -7,8 +7,9 @@ loading needs no process group and cannot deadlock.
 import ctypes
 import io
 import os
+import threading
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,15 +106,16 @@ class CheckpointReader:
             file.seek(place.offset)
             return file.read(place.length)
 
-    def fill(self, tensors: Tensors) -> None:
+    def fill(self, tensors: Tensors, *, progress: Callable[[], None] | None = None) -> None:
         """Read the slices that belong to `tensors` into their memory, several in parallel.
 
         Values of another dtype are converted in small blocks. For each slice, torch parses the
         archive with `weights_only` and without the data; the data is then read directly from the
-        file. Raises CheckpointError for a damaged or foreign file.
+        file. `progress` is called after each slice, by one thread at a time. Raises CheckpointError
+        for a damaged or foreign file.
         """
         try:
-            self._fill(tensors)
+            self._fill(tensors, progress)
         except Exception as error:
             # Drop torch's advice to execute the file.
             reason = " ".join(str(error).split()).partition(". ")[0][:300]
@@ -122,7 +124,8 @@ class CheckpointReader:
                 "checkpoint"
             ) from error
 
-    def _fill(self, tensors: Tensors) -> None:
+    def _fill(self, tensors: Tensors, progress: Callable[[], None] | None) -> None:
+        lock = threading.Lock()
         items = [
             item
             for name, tensor in tensors.items()
@@ -144,6 +147,9 @@ class CheckpointReader:
                 target = _narrowed(target, item.dest_offsets, item.lengths)
                 dtype = self.tensors[item.dest_index.fqn].properties.dtype
                 _read(files[place.relative_path].fileno(), place, item, dtype, target)
+                if progress is not None:
+                    with lock:
+                        progress()
 
             threads = min(_THREADS, torch.get_num_threads(), len(items))
             if threads <= 1:
@@ -161,6 +167,7 @@ def load_checkpoint(
     *,
     prefix: str = "",
     expected: Collection[str] | None = None,
+    progress: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint in `path`; return the rest of its state.
 
@@ -175,6 +182,7 @@ def load_checkpoint(
         prefix: common prefix of the names to load, if only a part of the checkpoint is loaded.
         expected: names that all ranks together load (see `names_of_all`); None means those of
             `tensors`.
+        progress: called after each slice that was read, by one thread at a time.
 
     Raises:
         CheckpointError: `expected` differs from the checkpoint's names that start with `prefix`, or
@@ -188,7 +196,7 @@ def load_checkpoint(
         saved = {name: entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
         _check_names(path, saved, {*tensors, *(expected or ())})
         _check_entries(path, saved, tensors)
-        reader.fill(tensors)
+        reader.fill(tensors, progress=progress)
         return state
 
 

@@ -258,7 +258,12 @@ class FinetuneCheckpoints:
         """
         self._beat("load")
         self._ranks.on_first(self._clean_up_and_report)
-        path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
+        path = latest_complete_together(
+            self.root,
+            self._ranks,
+            log=self._recorder.warning,
+            progress=partial(self._beat, "load"),
+        )
         if path is None:
             refuse_only_damaged(self.root, self._ranks)
             return Progress(), None

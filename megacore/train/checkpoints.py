@@ -114,14 +114,18 @@ class RunCheckpoints:
             ConfigError: the configuration differs from the checkpoint's in a field that must not
                 change.
         """
-        self._mesh.beat("load")
+        self._beat_load()
         self._ranks.on_first(self._clean_up_and_report)
-        path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
+        self._beat_load()
+        path = latest_complete_together(
+            self.root, self._ranks, log=self._recorder.warning, progress=self._beat_load
+        )
         if path is None:
             refuse_only_damaged(self.root, self._ranks)
         configured = self._config.resume.checkpoint
         if path is not None:
             self._load(path, state, another_run=False)
+            self._beat_load()
             self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
         elif configured is not None:
             path = Path(configured)
@@ -198,6 +202,10 @@ class RunCheckpoints:
         """Return the path of an iteration's checkpoint."""
         return self.root / directory_name(iteration)
 
+    def _beat_load(self) -> None:
+        """Report progress: reading a large checkpoint may take longer than the stall limit."""
+        self._mesh.beat("load")
+
     def _clean_up_and_report(self) -> None:
         """Remove the remains of a crash and report unreported checkpoints, on the first rank."""
         if self.root.is_dir():
@@ -220,7 +228,7 @@ class RunCheckpoints:
 
     def _check(self, path: Path, *, extends: bool = False) -> None:
         """Refuse a damaged checkpoint and one of another model, on all ranks."""
-        verify_together(path, self._ranks)
+        verify_together(path, self._ranks, progress=self._beat_load)
         self._ranks.on_first(
             lambda: check_same_model(path, read_spec(path), self._spec, extends=extends)
         )
@@ -241,7 +249,7 @@ class RunCheckpoints:
         from megacore.checkpoint.load import load_checkpoint, names_of_all
 
         tensors = self._engine.tensors()
-        load_checkpoint(path, tensors, expected=names_of_all(tensors))
+        load_checkpoint(path, tensors, expected=names_of_all(tensors), progress=self._beat_load)
         self._engine.load_state(saved["engine"], tensors)
         vars(state).update(vars(restored))
         logger.info("resumed from %s at iteration %d", path, state.iteration)
@@ -305,7 +313,13 @@ class RunCheckpoints:
         }
         from megacore.checkpoint.load import load_checkpoint, names_of_all
 
-        load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
+        load_checkpoint(
+            path,
+            weights,
+            prefix=WEIGHTS_PREFIX,
+            expected=names_of_all(weights),
+            progress=self._beat_load,
+        )
         self._engine.load_state(self._engine.state(), weights)  # copies the weights into the model
         logger.info("began with the weights of %s", path)
         self._ranks.on_first(lambda: self._report_extension(path))

@@ -5,6 +5,7 @@ the frequency of each token.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,17 @@ class CheckpointScorer:
         }
         with reading(checkpoint):
             self._mesh.beat("verify")
-            iteration = verify_together(checkpoint, RankGroup(None)).iteration
+            iteration = verify_together(
+                checkpoint, RankGroup(None), progress=partial(self._mesh.beat, "verify")
+            ).iteration
             self._mesh.beat("load")
-            load_checkpoint(checkpoint, weights, prefix="model.", expected=self._names)
+            load_checkpoint(
+                checkpoint,
+                weights,
+                prefix="model.",
+                expected=self._names,
+                progress=partial(self._mesh.beat, "load"),
+            )
         for name, parameter in self._stage.named_parameters.items():
             parameter.data.copy_(self._weights[name])  # no copy in fp32: both are the same memory
         result: dict[str, Any] = {"iteration": iteration}

@@ -48,6 +48,14 @@ def test_collective_functions_on_one_rank_equal_the_serial_ones(tmp_path: Path) 
             check()
 
 
+def test_verification_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacore.artifact.manifest._CHUNK", 1000)
+    path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3000)}, {})
+    calls: list[int] = []
+    latest_complete_together(tmp_path, RankGroup(None), progress=lambda: calls.append(1))
+    assert len(calls) >= (path / "__0_0.distcp").stat().st_size // 1000
+
+
 def test_a_checkpoint_missing_on_another_host_is_refused_unless_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,12 @@ def test_loading_fills_the_saved_tensors_in_place(tmp_path: Path) -> None:
     assert latest_complete(tmp_path) == path
 
 
+def test_loading_reports_its_progress(tmp_path: Path) -> None:
+    path, calls = save_checkpoint(tmp_path, 1, example(), STATE), []
+    load_checkpoint(path, zeros_like(example()), progress=lambda: calls.append(1))
+    assert len(calls) >= len(example())
+
+
 def test_parameters_that_require_gradients_are_filled(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
     parameter = torch.nn.Parameter(torch.zeros(3))

@@ -1,6 +1,7 @@
 """Resuming with another configuration and from another run's checkpoint."""
 
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
+from megacore.errors import CheckpointError, ConfigError
+from megacore.parallel.mesh import ProcessMesh
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 
@@ -73,6 +76,21 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_at_iteration_0(
     (half / "checkpoints/iter_0000004").mkdir()  # an incomplete one holds no work
     _runs.train(run(3), data, half, attempt=3)
     assert _runs.events(half, "start")[-1]["resumed_from"] is None
+
+
+def test_comparing_and_loading_a_checkpoint_beat(
+    data: Path, half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: list[str] = []
+
+    def beat(mesh: ProcessMesh, phase: str, iteration: int | None = None) -> None:
+        if phase == "load":
+            callers.extend(frame.name for frame in traceback.extract_stack())
+
+    monkeypatch.setattr(ProcessMesh, "beat", beat)
+    _runs.train(run(3), data, half, attempt=2)
+    assert callers.count("on_read") >= 3, "each file is compared"
+    assert callers.count("read") >= 9, "each tensor is read"
 
 
 def test_unkeyed_changes_are_allowed_and_reported(data: Path, half: Path) -> None:
