@@ -108,6 +108,8 @@ _NAMES = 2
 """
 _FIRST_BACKOFF = 1.0
 _LONGEST_BACKOFF = 60.0
+_MOST_DOUBLINGS = 10
+"""Doublings of the first pause after which it is the longest; a float ends at 1,024 of them."""
 _log = logging.getLogger("prefect.megacore")
 
 
@@ -340,7 +342,8 @@ class Forwarder:
             if self._failures == 0:
                 _log.warning("%s; training continues, its events are sent later", error)
             self._error = error
-            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
+            doublings = min(self._failures, _MOST_DOUBLINGS)
+            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**doublings, _LONGEST_BACKOFF)
             self._failures += 1
         except Exception as error:  # a thread has no caller: flush raises it
             self._error = _FatalError(error)

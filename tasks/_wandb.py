@@ -33,6 +33,7 @@ _STEPS = ("iteration", "consumed_tokens")
 _INTERVAL = 2.0
 _FIRST_BACKOFF = 5.0
 _LONGEST_BACKOFF = 300.0
+_MOST_DOUBLINGS = 10
 _INIT_TIMEOUT = 60.0
 _FINISH_TIMEOUT = 15.0
 _LONGEST_STOP = 20.0
@@ -115,7 +116,8 @@ class WandbRun:
         except Exception as error:  # tracking must not end a training
             self._warn(f"{type(error).__name__}: {error}")
             self._close(failed=True)
-            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
+            doublings = min(self._failures, _MOST_DOUBLINGS)
+            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**doublings, _LONGEST_BACKOFF)
             self._failures += 1
         else:
             self._failures = 0

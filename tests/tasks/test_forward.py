@@ -300,6 +300,20 @@ def test_flush_retries_and_then_raises(
     assert forwarder.flush()
 
 
+def test_the_pause_stays_finite_after_many_failures(
+    make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwarder = make_forwarder()
+
+    def fail() -> None:
+        raise TrackingError("the server is down")
+
+    monkeypatch.setattr(forwarder, "deliver", fail)
+    forwarder._failures = 2000
+    forwarder._attempt()
+    assert 50.0 < forwarder._due - time.monotonic() <= 60.0
+
+
 def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
     log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,17 @@ def test_a_failing_wandb_gives_one_warning_and_gets_the_rows_later(
     assert server.iterations == [("train", 10)]
 
 
+def test_the_pause_stays_finite_after_many_failures(
+    server: Server, run_directory: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    server.fail = RuntimeError("refused")
+    run = sender(run_directory, config)
+    run._failures = 2000
+    run._attempt()
+    assert 290.0 < run._due - time.monotonic() <= 300.0
+
+
 def test_without_a_key_no_run_begins(
     server: Server,
     run_directory: Path,
