@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.theme import Theme
 
+from megacore.errors import MegacoreError
 from megacore.observe.events import EventReader
 from tasks._perplexity import PerplexityTable
 
@@ -109,6 +110,7 @@ class TrainingMonitor:
         self._ppl = ""
         self._artifact: Any = None
         self._updated = 0.0
+        self._warned = False
         self._first: tuple[float, int] | None = None
         self._handler = console_handler() if sys.stderr.isatty() else None
         self._bar = Progress(
@@ -141,13 +143,28 @@ class TrainingMonitor:
             self._handler.removeFilter(_is_not_interval_line)
 
     def poll(self) -> None:
-        """Read the log and the events once; called a few times a second."""
+        """Read the log and the events once; called a few times a second.
+
+        A file that cannot be read is a warning, once: the display must not end the training.
+        """
+        try:
+            self._read()
+        except (OSError, MegacoreError) as error:
+            if not self._warned:
+                self._warned = True
+                get_run_logger().warning(
+                    "the progress cannot be shown: %s; training continues, and the display if it "
+                    "can be read again",
+                    error,
+                )
+        self.forwarder.poll()
+
+    def _read(self) -> None:
         self.log.poll()
         if self.events.exists():
             for event, offset in EventReader(self.events, self._offset):
                 self._offset = offset
                 self._show(event)
-        self.forwarder.poll()
 
     def _show(self, event: dict[str, Any]) -> None:
         if event["kind"] == "perplexity":

@@ -81,10 +81,12 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
     try:
         yield
     except RETRIED as error:
-        failures = Failures.read(run_directory, task_run).after(
-            before, newest_iteration(run_directory)
-        )
         try:
+            now = newest_iteration(run_directory)
+        except (OSError, MegacoreError):
+            now = before  # an unreadable folder must not replace the error that is retried
+        try:
+            failures = Failures.read(run_directory, task_run).after(before, now)
             failures.write(run_directory)
         except (OSError, MegacoreError) as unwritable:
             # A failure that cannot be counted must not be retried forever: without a record, the

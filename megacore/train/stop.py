@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -148,5 +148,6 @@ class StopRequest:
         now = time.monotonic()
         if self._watches and not self._file_seen and now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
-            self._file_seen = self.file.exists()
+            with suppress(OSError):  # a lost mount is no request: the next check decides
+                self._file_seen = self.file.exists()
         return self._file_seen

@@ -1,5 +1,6 @@
 """Log lines, summaries and progress that a task shows of its processes."""
 
+import errno
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,32 @@ def test_progress_shows_an_event_without_a_loss(
         events.write_text(f'{{"kind": "start", "iteration": 0}}\n{step}\n')
         monitor.poll()
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
+
+
+def test_an_unreadable_file_is_one_warning_and_the_display_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    (tmp_path / "log").touch()
+    polls: list[int] = []
+    forwarder = SimpleNamespace(poll=lambda: polls.append(1))
+    monitor = _launch.TrainingMonitor(tmp_path / "log", tmp_path / "events.jsonl", 20, forwarder)
+    read = LogTail.poll
+
+    def fail(tail: LogTail) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(tail.path))
+
+    with caplog.at_level(logging.INFO, "test"):
+        monkeypatch.setattr(LogTail, "poll", fail)
+        monitor.poll()
+        monitor.poll()
+        monkeypatch.setattr(LogTail, "poll", read)
+        (tmp_path / "log").write_text("step\n")
+        monitor.poll()
+    warning, line = (record.getMessage() for record in caplog.records)
+    assert "Input/output error" in warning
+    assert line == "step"
+    assert len(polls) == 3
 
 
 def test_progress_names_loss_perplexity_and_tokens_per_second(

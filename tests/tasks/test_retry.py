@@ -13,6 +13,7 @@ from prefect.states import Failed
 from megacore.errors import (
     ConfigError,
     DataFormatError,
+    FileAccessError,
     LossError,
     MegacoreError,
     MemoryExhaustedError,
@@ -25,7 +26,7 @@ from megacore.errors import (
 from tasks import _logging, _pipeline, _retry
 from tasks._attempt import exit_reason
 from tasks._logging import CountedRetries, SentenceFilter
-from tasks._retry import FAILURES_FILE, counted_failures, pretraining_may_retry
+from tasks._retry import FAILURES_FILE, Failures, counted_failures, pretraining_may_retry
 from tasks.download import download
 from tasks.evaluate import evaluate
 from tasks.train import train
@@ -173,6 +174,27 @@ def test_uncountable_failure_is_not_retried(run: FakeRun, monkeypatch: pytest.Mo
     monkeypatch.setattr(_retry, "write_json", fail)
     assert run.attempts([(0, LOST)]) is LOST
     assert "cannot be counted" in run.warnings[0]
+
+
+def test_a_failure_is_retried_if_the_checkpoints_cannot_be_listed(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([4])
+
+    def newest(directory: Path) -> int:
+        for iteration in answers:
+            return iteration
+        raise FileAccessError("cannot read complete.json (Stale file handle)")
+
+    monkeypatch.setattr(_retry, "newest_iteration", newest)
+    run.task_run.run_count = 1
+    with (
+        pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"),
+        counted_failures(run.directory, "a", 2),
+    ):
+        raise LOST
+    assert Failures.read(run.directory, "a") == Failures("a", 1, 4)
+    assert "retry 1 of at most 2" in run.warnings[0]
 
 
 def test_prefects_retry_line_does_not_apply_to_training() -> None:

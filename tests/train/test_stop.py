@@ -1,5 +1,6 @@
 """Early ends of a run by a signal, a stop file, an interval or a duration."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -181,6 +182,22 @@ def test_ranks_stop_after_the_same_iteration_when_one_is_notified(
     assert "stop was there" in first[1]
     assert first[1] == second[1]
     assert not (tmp_path / "file" / STOP_FILE).exists()
+
+
+def test_an_unreadable_stop_file_requests_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = StopRequest(run().train, tmp_path, rank=0)
+
+    def fail(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        assert request.notices() == (False, False, False)
+    request.file.touch()
+    monkeypatch.setattr("megacore.train.stop._LOOK_INTERVAL", 0.0)
+    assert request.notices() == (False, False, True)
 
 
 def test_reason_with_the_least_time_takes_precedence() -> None:
