@@ -67,7 +67,7 @@ class Attempt:
     ranks: int | None
     """Number of ranks of the job; None if unknown."""
     kills: KillCounter
-    """Counter of out-of-memory kills during the attempt."""
+    """Counter of recent out-of-memory kills."""
     hosts: tuple[str, ...] = ()
     """Hosts that prefix their log lines with their names; empty for a job on one host."""
     printed: bytearray = field(default_factory=bytearray)

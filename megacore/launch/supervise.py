@@ -155,6 +155,7 @@ def _until_the_end(
         while (code := _poll(guard, poll_interval)) is None:
             notice.pass_on(guard.pid)
             _take_printed(guard, attempt)
+            attempt.kills.look()
             on_poll()
             if attempt.hosts and read_report(attempt.exit_directory):
                 return _wait_for_end(guard, attempt, on_poll, poll_interval)

@@ -8,6 +8,7 @@ Imports no torch.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
 
 INTERVAL = 1.0
 """Seconds between two checks."""
+RECENT = 60.0
+"""Seconds within which a job ends after the kernel killed one of its ranks."""
 LOST_LIMIT = 10.0
 """Seconds within which a job must notice a lost rank and end."""
 STANDSTILL = 5.0
@@ -156,23 +159,49 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 class KillCounter:
-    """Counter of out-of-memory kills since the creation of this object."""
+    """Counter of recent out-of-memory kills, none of them before the creation of this object.
 
-    def __init__(self, read: Callable[[], int | None] = oom_kills) -> None:
+    A kill long before a rank was lost has another reason: the counter is of the whole control
+    group or host.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], int | None] = oom_kills,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Read the initial count with `read`, which returns the number of all kills so far."""
-        self._read = read
-        self._before = read()
+        self._read, self._clock = read, clock
+        count = read()
+        self._samples = deque([] if count is None else [(clock(), count)])
 
     @property
     def counts(self) -> bool:
         """True if the kernel provides a counter."""
-        return self._before is not None
+        return bool(self._samples)
+
+    def look(self) -> None:
+        """Read the count, at most once a second; kills that it contains grow old from now on."""
+        now = self._clock()
+        if not self.counts or now - self._samples[-1][0] < INTERVAL:
+            return
+        count = self._read()
+        if count is not None:
+            self._samples.append((now, count))
+            self._forget(now)
 
     @property
     def rose(self) -> bool:
-        """True if the kernel has killed a process for lack of memory since the creation."""
-        now = self._read()
-        return now is not None and self._before is not None and now > self._before
+        """True if the kernel has killed a process for lack of memory within `RECENT` seconds."""
+        count = self._read()
+        self._forget(self._clock())
+        return count is not None and self.counts and count > self._samples[0][1]
+
+    def _forget(self, now: float) -> None:
+        """Drop the samples before the newest one that is not recent."""
+        while len(self._samples) > 1 and now - self._samples[1][0] >= RECENT:
+            self._samples.popleft()
 
 
 def memory_text() -> str:

@@ -61,5 +61,24 @@ def test_counter_rises_only_with_a_higher_count(counts: Sequence[int | None], ro
     assert KillCounter(iter(counts).__next__).rose is rose
 
 
+@pytest.mark.parametrize(("age", "rose"), [(30, True), (90, False)])
+def test_an_old_kill_is_not_the_reason_for_a_lost_rank(age: int, rose: bool) -> None:
+    now, count = 1000.0, 4
+    counter = KillCounter(lambda: count, clock=lambda: now)
+    for second in range(200):
+        now += 1.0
+        count = 5 if second >= 200 - age else 4
+        counter.look()
+    assert counter.rose is rose
+
+
+def test_a_kill_while_nothing_was_read_is_recent() -> None:
+    now, count = 1000.0, 4
+    counter = KillCounter(lambda: count, clock=lambda: now)
+    now, count = 1500.0, 5
+    counter.look()
+    assert counter.rose
+
+
 def test_memory_text_gives_host_memory_in_gib() -> None:
     assert memory_text().endswith(" GiB of host memory")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,7 +281,7 @@ def test_sigkill_with_a_counted_oom_kill_is_memory_exhaustion(
 ) -> None:
     command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"]
     with pytest.raises(error, match=message):
-        run(tmp_path, command, count_oom_kills=iter(counts).__next__)
+        run(tmp_path, command, count_oom_kills=chain(counts, repeat(counts[-1])).__next__)
 
 
 def test_secondary_reason_does_not_hide_a_counted_oom_kill(
@@ -299,7 +300,9 @@ pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(p
 exit(1)
 """
     with pytest.raises(MemoryExhaustedError):
-        run(tmp_path, [sys.executable, "-c", script], count_oom_kills=iter([1, 2]).__next__)
+        run(
+            tmp_path, [sys.executable, "-c", script], count_oom_kills=chain([1], repeat(2)).__next__
+        )
 
 
 def test_rank_without_a_reason_is_named_if_the_launcher_names_none(

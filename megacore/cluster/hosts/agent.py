@@ -135,6 +135,7 @@ class Agent:
     def _look_after_the_ranks(self, ranks: "HostRanks") -> bool:
         """Serve the ranks; return True if they are gone and the head was informed, or is gone."""
         now = time.monotonic()
+        ranks.kills.look()
         ended = ranks.ended
         if (ended or self._head.waiting < FULL) and (lines := ranks.read(last=ended)):
             self._head.send("log", lines=lines)
