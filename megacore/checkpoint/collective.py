@@ -135,7 +135,7 @@ def latest_complete_together(
 
 
 def refuse_only_damaged(root: Path, ranks: RankGroup) -> None:
-    """Refuse to start anew in `root` if it has complete checkpoints, all damaged. Collective.
+    """Refuse to start again in `root` if it has complete checkpoints, all damaged. Collective.
 
     For a run for which `latest_complete_together` returned None: a start at iteration 0 would lose
     its work. Raises CheckpointError.
