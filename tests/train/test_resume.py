@@ -14,7 +14,6 @@ from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
-from megacore.errors import CheckpointError, ConfigError
 from megacore.parallel.mesh import ProcessMesh
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
