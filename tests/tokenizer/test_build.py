@@ -4,7 +4,6 @@ import builtins
 import errno
 import io
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +15,16 @@ import tokenizers
 from megacore.config.data import (
     Gpt2BpeTokenizer,
     HfTokenizer,
-    JsonlSource,
     TrainBpeTokenizer,
 )
 from megacore.config.spec import SpecialTokens
-from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError, FileAccessError
 from megacore.tokenizer import build, load_tokenizer, wordpiece
 from megacore.tokenizer.build import build_tokenizer, fingerprint
 from megacore.tokenizer.load import read_backend
 from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+from tests.corpus._files import collect_changing_file
 
 TEXT = "def größe(n):\n    return n<|endoftext|>x 💡\n"
 
@@ -85,17 +83,13 @@ def test_trained_bpe_has_the_configured_size_and_decodes_losslessly(
 def test_a_file_that_changes_while_a_tokenizer_is_trained_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "one"}\n')
-    for name in ("corpus", "out"):
-        (tmp_path / name).mkdir()
-    collect(JsonlSource(kind="jsonl", files=(str(file),)), tmp_path / "corpus")
+    overwrite = collect_changing_file(tmp_path)
+    (tmp_path / "out").mkdir()
     original = build.train_tokenizer
 
     def train_and_overwrite(*arguments: Any) -> Any:
         tokenizer = original(*arguments)
-        file.write_text('{"text": "two"}\n')
-        os.utime(file, (1, 1))
+        overwrite()
         return tokenizer
 
     monkeypatch.setattr(build, "train_tokenizer", train_and_overwrite)

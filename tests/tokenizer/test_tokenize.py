@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config.data import JsonlSource, PrefixSource
+from megacore.config.data import PrefixSource
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, FileAccessError, WorkspaceError
@@ -18,6 +18,7 @@ from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import load_tokenizer, tokenize
 from megacore.tokenizer.pipeline import encode_blocks
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus, tokens_prefix
+from tests.corpus._files import collect_changing_file
 from tests.data._files import write_tokens
 from tests.tokenizer._corpora import (
     TEXTS,
@@ -76,15 +77,7 @@ def test_documents_are_encoded_in_corpus_or_shuffled_order(
 def test_a_file_that_changes_while_it_is_tokenized_is_refused(
     folders: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "one"}\n')
-    (tmp_path / "corpus").mkdir()
-    collect(JsonlSource(kind="jsonl", files=(str(file),)), tmp_path / "corpus")
-
-    def overwrite(size: int) -> None:
-        file.write_text('{"text": "two"}\n')
-        os.utime(file, (1, 1))
-
+    overwrite = collect_changing_file(tmp_path)
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
         tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(), progress=overwrite)
 
