@@ -6,6 +6,7 @@ from rich.table import Table
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
+from megacore.config.layouts import ParallelLayout, refused
 from megacore.config.run import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
@@ -154,7 +155,7 @@ def plan_pipeline(
         host = hardware.memory // len(gpus)
         deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host)
         lighter = lighter_recompute(config, deployment, min(gpu.memory for gpu in gpus))
-    time, delayed = predict_run(iteration), _delayed(config)
+    time, delayed = predict_run(iteration), _delayed(config, layout)
     faster = None
     if delayed is not None:
         other = iteration.with_layout(delayed, layout)
@@ -181,18 +182,21 @@ def plan_pipeline(
     )
 
 
-def _delayed(config: RunConfig) -> RunConfig | None:
-    """Return the configuration with delayed weight gradients; None if it cannot have them."""
+def _delayed(config: RunConfig, layout: RankLayout) -> RunConfig | None:
+    """Return the configuration with delayed weight gradients; None if that is set or refused."""
     parallel = config.parallel
-    if (
-        parallel.pipeline_model_parallel_size == 1
-        or parallel.delay_weight_gradients
-        or parallel.data_parallel_sharding not in ("none", "optimizer")
-        or config.engine == "deepspeed"
-    ):
+    if parallel.delay_weight_gradients:
         return None
-    changed = parallel.model_copy(update={"delay_weight_gradients": True})
-    return config.model_copy(update={"parallel": changed})
+    section = parallel.model_copy(update={"delay_weight_gradients": True})
+    changed = config.model_copy(update={"parallel": section})
+    sizes = ParallelLayout(
+        layout.tensor,
+        layout.pipeline,
+        parallel.virtual_pipeline_model_parallel_size,
+        layout.data,
+        layout.context,
+    )
+    return None if refused(changed, sizes) else changed
 
 
 def _content(chunk: ModelChunk) -> str:
