@@ -15,12 +15,13 @@ from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH
 from prefect.states import State
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
 from megacore.artifact.files import require_space, workspace_errors
 from megacore.artifact.manifest import depth_of
+from megacore.artifact.workspace import workspace_root
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -32,13 +33,25 @@ logger = logging.getLogger("prefect.megacore")
 
 
 class StageResult(BaseModel):
-    """Result of a stage's task: a reference to the artifact, never the data."""
+    """Result of a stage's task: a reference to the artifact, never the data.
+
+    A result that is read from a cache record refers to the present workspace, which may have been
+    moved or copied since.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     artifact: Artifact
     ran: bool
     """True if the stage did its work, False if another run had completed it."""
+
+    @field_validator("artifact", mode="before")
+    @classmethod
+    def _in_this_workspace(cls, value: Any) -> Any:
+        if not isinstance(value, dict):  # an artifact of this process
+            return value
+        folder = Workspace(workspace_root()).folder(value["stage"])
+        return value | {"path": str(folder / Path(value["path"]).name)}
 
 
 Result = TypeVar("Result", bound=StageResult | State[Any])

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
@@ -215,7 +217,25 @@ class Tracking:
                 )
             if experiment.tags.get(_TAG_VIEW) != view:
                 self.client.set_experiment_tag(experiment.experiment_id, _TAG_VIEW, view)
+            self._warn_of_old_place(experiment.artifact_location)
             return str(experiment.experiment_id)
+
+    def _warn_of_old_place(self, location: str) -> None:
+        """Warn if the store has the experiment's files where the workspace was before a move."""
+        expected = self._artifact_location()
+        if expected is None or location == expected:
+            return
+        old, here = (Path(unquote(urlsplit(each).path)) for each in (location, expected))
+        if old.parts[-2:] == here.parts[-2:] and old.resolve() != here.resolve():
+            links = [shlex.quote(str(each)) for each in (self.workspace.root, old.parents[1])]
+            logging.getLogger("prefect.megacore").warning(
+                "MLflow's store has the files of experiment %r in %s, where the workspace was "
+                "before, and continues to read and write them there: `ln -s %s` makes it use "
+                "the workspace's",
+                self.experiment,
+                old,
+                " ".join(links),
+            )
 
     @property
     def keeps_answers(self) -> bool:

@@ -244,7 +244,9 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
     # A later weight of the blend makes new index maps that begin like the previous ones.
     longer = previous.config.train.train_iters != config.train.train_iters
     reweighted = previous.config.data.blend_schedule != config.data.blend_schedule
-    if previous.index_directory != index.path and (longer or not reweighted):
+    # The keys are compared, because the workspace may have been moved.
+    other_index = Path(previous.index_directory).name != index.key
+    if other_index and (longer or not reweighted):
         log.warning(
             "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn "
             "in a new order",

@@ -16,6 +16,7 @@ from uuid import UUID
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 
 from megacore.errors import DataFormatError
 from tests.flows.conftest import ROOT, Bench, server_environment
@@ -221,3 +222,22 @@ def test_more_iterations_extend_the_run(finished: Bench) -> None:
 def test_fewer_iterations_than_trained_are_refused(finished: Bench) -> None:
     run = finished.pretrain(train__train_iters=2)
     assert "train.train_iters is 2" in str(run.error)
+
+
+def test_stages_are_cached_in_a_moved_workspace(
+    finished: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert finished.pretrain().error is None
+    old, moved = finished.workspace, tmp_path / "moved"
+    old.rename(moved)
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(moved))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{moved / 'mlflow.db'}")
+    try:
+        with temporary_settings({PREFECT_LOCAL_STORAGE_PATH: moved / "prefect" / "results"}):
+            # The last stage writes to MLflow, whose store names its files by their old paths.
+            monkeypatch.setattr("tasks._publication.Forwarder", fail)
+            run = finished.pretrain()
+            assert (run.stages("cached"), run.stages("failed")) == (STAGES[:-1], ["publish"])
+            assert not old.exists()
+    finally:
+        moved.rename(old)

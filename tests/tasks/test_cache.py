@@ -5,13 +5,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.serializers import JSONSerializer
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.states import Failed
 
-from megacore.artifact import Artifact, StageKey, Workspace, build_artifact
+from megacore.artifact import Artifact, StageKey, Workspace, build_artifact, open_artifact
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, RankLostError
-from tasks._cache import ArtifactPolicy, artifact_directory, artifact_problem, should_retry
+from tasks._cache import (
+    ArtifactPolicy,
+    StageResult,
+    artifact_directory,
+    artifact_problem,
+    should_retry,
+)
 
 KEY = StageKey.of("collect", 1, {"source": "test"})
 
@@ -73,6 +80,19 @@ def test_record_of_a_damaged_artifact_is_removed(
     assert artifact_problem(KEY, config) is not None
     assert compute(policy, tmp_path, config) == record.name
     assert not record.exists()
+
+
+def test_record_of_a_moved_workspace_refers_to_its_new_place(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = JSONSerializer().dumps(StageResult(artifact=artifact, ran=True))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "corpora").rename(moved / "corpora")
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(moved))
+    result = JSONSerializer().loads(record)
+    assert isinstance(result, StageResult)
+    assert result.artifact == open_artifact(moved / "corpora" / KEY.key)
 
 
 def test_artifact_with_another_key_is_refused(config: RunConfig, artifact: Artifact) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -208,6 +209,21 @@ def test_extended_run_is_reopened_and_tagged_with_changes(
         assert run.info.status == "RUNNING"
         assert run.data.params["train.train_iters"] == "100"
         assert run.data.tags["changed.train.train_iters"] == str(train_iters)
+
+
+def test_store_of_a_moved_workspace_warns_of_files_at_its_old_place(
+    tmp_path: Path, tracking: Tracking, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tracking.experiment_id
+    shutil.copytree(tmp_path, moved := tmp_path.with_name("moved to"))
+    assert Tracking(Workspace(moved), "pretrain").experiment_id == tracking.experiment_id
+    assert f"has the files of experiment 'pretrain' in {tmp_path}/mlartifacts" in caplog.text
+    assert f"`ln -s '{moved}' {tmp_path}`" in caplog.text
+    caplog.clear()
+    shutil.rmtree(tmp_path)
+    tmp_path.symlink_to(moved)
+    assert Tracking(Workspace(moved), "pretrain").experiment_id
+    assert not caplog.text
 
 
 def test_deleted_experiment_is_refused(

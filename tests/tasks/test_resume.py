@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megacore.checkpoint.format import Marker
 from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
-from tasks import _resume
+from tasks import _resume, train
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks.train import run_key, train_key
 from tests.tasks.conftest import make_config
@@ -48,6 +49,21 @@ def log(
     monkeypatch.setattr(_resume, "get_run_logger", lambda: logging.getLogger("resume"))
     caplog.set_level(logging.INFO, "resume")
     return caplog
+
+
+@pytest.mark.parametrize(("key", "warned"), [(INPUT.key, False), ("cd" * 8, True)])
+def test_only_other_index_maps_warn_of_a_new_order(
+    key: str,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    previous = SimpleNamespace(config=make_config(), index_directory=f"/moved/index/{key}")
+    monkeypatch.setattr(train.TrainJob, "read", lambda path: previous)
+    monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("resume"))
+    train._warn_of_changed_schedule(make_config(), tmp_path, INPUT)
+    assert ("the samples are drawn in a new order" in log.text) is warned
 
 
 def test_keys_depend_on_the_resumed_checkpoint_and_skipped_samples(tmp_path: Path) -> None:
