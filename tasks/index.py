@@ -181,7 +181,7 @@ def split_datasets(config: RunConfig, tokens: Artifact, index: Artifact) -> dict
 
 def epochs_of(config: RunConfig, index: Artifact) -> Epochs:
     """Return the epochs of the training that reads these maps."""
-    return measured_epochs(config, index.counts["train"])
+    return measured_epochs(config, index.counts["train"], consumed_samples(config))
 
 
 def report_epochs(config: RunConfig, index: Artifact) -> str:

@@ -39,7 +39,7 @@ from tasks.convert import convert_key
 from tasks.curate import curate_key
 from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
-from tasks.index import epochs_of, index_key
+from tasks.index import consumed_samples, epochs_of, index_key
 from tasks.lm_eval import lm_eval_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
@@ -297,7 +297,7 @@ def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epoc
         return None
     counted = all(is_counted for _, is_counted in sizes)
     estimate = "data.split" if counted else f"{BYTES_PER_TOKEN} bytes of text per token"
-    return estimated_epochs(config, tokens, estimate)
+    return estimated_epochs(config, tokens, estimate, consumed_samples(config))
 
 
 def _tokens(

@@ -29,7 +29,7 @@ class Epochs:
     """Size of a training relative to its data."""
 
     trained: int
-    """Tokens of the training: iterations times global batch times data.seq_length; or samples."""
+    """Tokens consumed at the end of the training: its samples times data.seq_length; or samples."""
     size: int
     """Tokens of the train split of all sources; or the samples of one pass over it."""
     sources: tuple[tuple[str, float], ...]
@@ -78,13 +78,20 @@ def counts_tokens(config: RunConfig) -> bool:
     return config.family == "gpt" and config.data.packing == "packed"
 
 
-def measured_epochs(config: RunConfig, train: Mapping[str, Any]) -> Epochs:
+def measured_epochs(
+    config: RunConfig, train: Mapping[str, Any], samples: int | None = None
+) -> Epochs:
     """Return the epochs of a training.
 
-    `train` are the counts of the index stage for the train split.
+    Args:
+        config: configuration of the run.
+        train: counts of the index stage for the train split.
+        samples: samples consumed at the end of the training, with those before the checkpoint of
+            another run from which it resumes; None means that it begins at sample 0.
     """
     by_tokens = counts_tokens(config)
-    samples, length = _samples(config), config.data.seq_length if by_tokens else 1
+    samples = _samples(config) if samples is None else samples
+    length = config.data.seq_length if by_tokens else 1
     members = train.get("members") or [{**train, "drawn": train["samples"]}]
     sizes = [
         member["tokens"] if by_tokens else member["samples"] // member["epochs"]
@@ -97,24 +104,26 @@ def measured_epochs(config: RunConfig, train: Mapping[str, Any]) -> Epochs:
     )
 
 
-def estimated_epochs(config: RunConfig, tokens: Sequence[int], estimate: str) -> Epochs:
+def estimated_epochs(
+    config: RunConfig, tokens: Sequence[int], estimate: str, samples: int | None = None
+) -> Epochs:
     """Return the epochs that a training will have, before its index maps exist.
 
     Args:
         config: configuration of the run.
         tokens: tokens of each of `train_sources`, before they are divided into splits.
         estimate: what the tokens come from, for the sentence.
+        samples: see `measured_epochs`.
     """
     data = config.data
+    samples = _samples(config) if samples is None else samples
     share = 1.0 if data.split_blends is not None else parse_split(data.split_weights)[0]
-    trained = _samples(config) * data.seq_length
     length = data.seq_length
     steps = tuple(WeightStep(*step) for step in blend_steps(data))
-    parts = phases(_weights(data, tokens), steps, _samples(config))
-    drawn = [samples * length for samples in targets(parts)]
-    return _epochs(
-        config, trained, [int(share * each) for each in tokens], drawn, estimate=estimate
-    )
+    parts = phases(_weights(data, tokens), steps, samples)
+    drawn = [part * length for part in targets(parts)]
+    sizes = [int(share * each) for each in tokens]
+    return _epochs(config, samples * length, sizes, drawn, estimate=estimate)
 
 
 def train_sources(data: DataConfig) -> tuple[Source, ...]:

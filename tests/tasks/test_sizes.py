@@ -12,6 +12,7 @@ from megacore.hardware import Hardware
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.train.state import TrainState
 from tasks.index import requested_samples
+from tasks.preflight import planned_epochs
 from tasks.train import job_of, make_job, training_counts
 from tests.data._files import write_tokens
 from tests.tasks.conftest import make_config
@@ -46,7 +47,15 @@ def test_samples_of_a_resumed_run_begin_at_those_of_the_checkpoint(
     assert requested_samples(config) == (400 + 60 * 2, 20, None)
     counts = {"train": {"tokens": 1600, "samples": 520, "epochs": 6}}
     index = Artifact(stage="index", key="ab" * 8, path="maps", digest="f" * 64, counts=counts)
-    assert training_counts(run_directory, config, index)["tokens"] == 520 * 16
+    trained = training_counts(run_directory, config, index)
+    assert (trained["tokens"], trained["epochs"]) == (520 * 16, 5.2)
+    documents = Artifact(
+        stage="collect", key="ab" * 8, path="", digest="f" * 64, counts={"bytes": 4 * 800}
+    )
+    planned = planned_epochs(config, {"collect": documents})
+    assert planned is not None
+    assert (planned.trained, planned.size) == (520 * 16, 775)
+    assert planned.sources[0][1] == 520 * 16 / 775
     write_json(tmp_path / "state.json", {"train": TrainState(40, 20).to_json()})
     assert requested_samples(config) == (200, 20, None)
 
