@@ -76,8 +76,9 @@ def curate(
     from megacore.cluster.executors import executor_of
     from megacore.config.data import JsonlSource
     from megacore.corpus.curate import REPORT_NAME, curate_segments, needed_bytes
-    from megacore.corpus.curate_job import CurateOptions
+    from megacore.corpus.curate_job import CurateOptions, discarding_job
     from megacore.corpus.curate_report import report_text
+    from megacore.corpus.documents import check_unchanged_files, read_sources
     from megacore.corpus.local_files import list_files
 
     chosen = _read_steps(steps)
@@ -109,6 +110,10 @@ def curate(
             counts = curate_segments(
                 parts, staging, work, chosen, options, earlier=sources, executor=execute
             )
+            with discarding_job(work):
+                check_unchanged_files(files)
+                for each in earlier or []:
+                    read_sources(each)
         _remove(work, output)
     seconds = time.monotonic() - started
     sys.stdout.write(report_text(read_json(output / REPORT_NAME)))

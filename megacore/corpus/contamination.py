@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import link_or_copy, read_json, workspace_errors, write_json
-from megacore.corpus.curate_job import CurateOptions, Job, document_file
-from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.curate_job import CurateOptions, Job, discarding_job, document_file
+from megacore.corpus.documents import SourceFile, read_sources, write_sources
 from megacore.corpus.segments import segments
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.launch.workers import WorkerPool
@@ -242,6 +242,8 @@ def search_corpus(
         sets = [[benchmark.name, benchmark.items] for benchmark in benchmarks]  # the order counts
         write_json(work / _BENCHMARKS, {"ngram": ngram, "benchmarks": sets})
         _run_shards(job, "search", _search_shard, options.processes)
+        with discarding_job(work):
+            read_sources(corpus)
         found: dict[int, dict[str, str]] = {}
         hashes, hits = [], []
         for rank in range(len(job.shards)):
@@ -390,6 +392,8 @@ def remove_documents(
             write_json(_plan(work, rank), plan)
             first = stop
         _run_shards(job, "remove", _remove_from_shard, options.processes)
+        with discarding_job(work):
+            read_sources(corpus)
         receipts = [read_json(_receipt(work, "remove", rank)) for rank in range(len(job.shards))]
         files = []
         for rank in range(len(job.shards)):

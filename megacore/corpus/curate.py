@@ -22,11 +22,11 @@ from megacore.config.curate import (
 from megacore.corpus import extract
 from megacore.corpus.curate_job import (
     DOCUMENTS_FOLDER,
-    JOB_NAME,
     CurateOptions,
     Job,
     Phase,
     check_installed,
+    discarding_job,
     document_file,
     fingerprint,
     label_of,
@@ -144,13 +144,9 @@ def curate_corpus(
         earlier=[segments(each) for each in earlier],
         executor=executor,
     )
-    try:
+    with discarding_job(work):
         for each in (corpus, *earlier):
-            read_sources(each)  # a file may have changed while it was read
-    except DataFormatError:
-        # No later attempt may continue with the documents of a changed file.
-        (work / JOB_NAME).unlink(missing_ok=True)
-        raise
+            read_sources(each)
     return counts
 
 

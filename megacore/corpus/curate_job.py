@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
 from megacore.corpus.formats import DOCUMENT_BYTES, file_format_of
 from megacore.corpus.segments import Segment, count_newlines, divide
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, DataFormatError
 
 VERSION = 2
 """Version of the curate stage, increased whenever its output changes."""
@@ -97,6 +97,19 @@ class Phase:
         written = () if self.writes is None else (f"{self.writes}/{document_file(rank)}",)
         signed = () if self.compares is None else (f"{dedup}/signatures/*/{number:05d}.*",)
         return (*written, *signed)
+
+
+@contextmanager
+def discarding_job(work: Path) -> Iterator[None]:
+    """Discard the job in `work` if the body, which checks the source files again, refuses one.
+
+    No later attempt may continue with the documents of a file that changed while it was read.
+    """
+    try:
+        yield
+    except DataFormatError:
+        (work / JOB_NAME).unlink(missing_ok=True)
+        raise
 
 
 def document_file(rank: int) -> str:

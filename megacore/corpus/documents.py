@@ -1,7 +1,7 @@
 """Files of a corpus directory: `corpus.jsonl` with documents, or `sources.json` with paths."""
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,13 +83,19 @@ class SourceFile:
             raise DataFormatError(f"{path} is not a file: check data.source")
         return cls(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
-    def check_unchanged(self) -> None:
-        """Raise DataFormatError if the file has changed since it was collected."""
+    def check_unchanged(
+        self, problem: str = "has changed since it was collected: run the collect stage again"
+    ) -> None:
+        """Raise DataFormatError, with `problem`, if the file has another size or time now."""
         current = SourceFile.of(Path(self.path))
         if current.size != self.size or self.mtime_ns not in (None, current.mtime_ns):
-            raise DataFormatError(
-                f"{self.path} has changed since it was collected: run the collect stage again"
-            )
+            raise DataFormatError(f"{self.path} {problem}")
+
+
+def check_unchanged_files(files: Iterable[SourceFile]) -> None:
+    """Raise DataFormatError if a file changed while a command read it."""
+    for file in files:
+        file.check_unchanged("changed while it was read: start again when nobody writes to it")
 
 
 def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **facts: Any) -> None:

@@ -23,6 +23,7 @@ from megacore.config.data import (
     JsonlSource,
     SentencePieceTokenizer,
 )
+from megacore.corpus.documents import SourceFile, check_unchanged_files
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
@@ -54,6 +55,7 @@ class Inputs:
     """Input files, resolved before anything is written."""
 
     segments: tuple[Segment, ...]
+    files: tuple[SourceFile, ...]
     size: int | None
     """Bytes of input, for a progress bar; None if some files are compressed or parquet."""
 
@@ -66,7 +68,7 @@ class Inputs:
         files = list_files(JsonlSource(kind="jsonl", files=tuple(patterns), key=key))
         plain = all(Path(file.path).suffix not in (".gz", ".zst", ".parquet") for file in files)
         size = sum(file.size for file in files) if plain else None
-        return cls(tuple(jsonl_segments([file.path for file in files], key)), size)
+        return cls(tuple(jsonl_segments([file.path for file in files], key)), tuple(files), size)
 
 
 def output_prefix(prefix: str, key: str, options: TokenizeOptions) -> str:
@@ -139,6 +141,7 @@ def tokenize_files(
             document_bytes=document_bytes,
             writer_done=done,
         )
+        check_unchanged_files(inputs.files)
         counts["vocab_size"] = tokenizer.vocab_size
         check_tokens(counts, ", ".join(dict.fromkeys(segment.path for segment in inputs.segments)))
         if options.partitions > 1:
@@ -177,7 +180,7 @@ def _parameters(inputs: Inputs, choice: Choice, options: TokenizeOptions) -> dic
     if options.partitions == 1:
         del values["partitions"]
     values["sentence_data"] = None if options.sentence_data is None else str(options.sentence_data)
-    files = [[segment.path, os.path.getsize(segment.path)] for segment in inputs.segments]
+    files = [[file.path, file.size] for file in inputs.files]
     return {
         **values,
         "tokenizer": fingerprint(choice),

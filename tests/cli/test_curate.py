@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megacore.cli import app
 from megacore.corpus.curate import curate_segments
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, DataFormatError
 from tests.corpus.test_curate import write
 
 
@@ -60,6 +60,25 @@ def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("steps.yaml").write_text("- step: exact_dedup\n", encoding="utf-8")
     words = ["curate", "--input", "a.jsonl", "--steps", "steps.yaml", "--output", "out"]
     return [*words, "--workers", "1"]
+
+
+def test_input_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepare(tmp_path, monkeypatch)
+
+    def curate_and_overwrite(*arguments: Any, **options: Any) -> Any:
+        counts = curate_segments(*arguments, **options)
+        write(tmp_path / "a.jsonl", ["another", "one document"])
+        os.utime("a.jsonl", (1, 1))
+        return counts
+
+    monkeypatch.setattr("megacore.corpus.curate.curate_segments", curate_and_overwrite)
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, DataFormatError)
+    assert f"{tmp_path}/a.jsonl changed while it was read" in str(result.exception)
+    assert not Path("out").exists()
+    assert not Path(".out.curate/job.json").exists()
 
 
 def test_a_second_command_waits_for_the_first_and_refuses_its_output(

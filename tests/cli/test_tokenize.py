@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -20,6 +21,7 @@ from megacore.cli._options import repeat_options
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import Tokenizer, load_tokenizer
+from megacore.tokenizer.tokenize import write_tokens
 from tests.tokenizer._corpora import TEXTS, train_punkt, train_tokenizer, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -242,6 +244,24 @@ def test_bad_input_leaves_nothing(
     assert isinstance(result.exception, DataFormatError)
     assert message in str(result.exception)
     assert list(out.iterdir()) == []
+
+
+def test_input_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, gpt2: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+
+    def write_and_overwrite(*arguments: Any, **options: Any) -> Any:
+        result = write_tokens(*arguments, **options)
+        write_lines(source, ["two"])
+        os.utime(source, (1, 1))
+        return result
+
+    monkeypatch.setattr("megacore.tokenizer.files.write_tokens", write_and_overwrite)
+    result = run("--input", source, "--output-prefix", tmp_path / "out", *gpt2)
+    assert isinstance(result.exception, DataFormatError)
+    assert f"{source} changed while it was read: start again" in str(result.exception)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_skipped_lines_are_counted(tmp_path: Path, gpt2: list[str]) -> None:

@@ -177,6 +177,37 @@ def test_result_does_not_depend_on_shards_processes_or_a_kill(
     )
 
 
+def test_a_file_that_changes_while_it_is_searched_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus", PLAIN)
+    searched(corpus, tmp_path / "found")
+    run_shards = contamination._run_shards
+
+    def run_and_overwrite(*arguments: Any) -> None:
+        run_shards(*arguments)
+        (corpus / "rows.jsonl").touch()
+
+    monkeypatch.setattr(contamination, "_run_shards", run_and_overwrite)
+    options, message = CurateOptions(workers=1), r"rows\.jsonl has changed since it was collected"
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(DataFormatError, match=message):
+        remove_documents(
+            corpus,
+            [tmp_path / "found"],
+            0,
+            tmp_path / "kept",
+            tmp_path / "kept.work",
+            options,
+            named=False,
+        )
+    assert not (tmp_path / "kept.work" / "job.json").exists()
+    write_sources(corpus, "jsonl", [SourceFile.of(corpus / "rows.jsonl")], key="text")
+    with pytest.raises(DataFormatError, match=message):
+        searched(corpus, tmp_path / "other")
+    assert not (tmp_path / "other.work" / "job.json").exists()
+
+
 def test_removal_leaves_out_hits_and_copies_of_all_sources(tmp_path: Path) -> None:
     texts = (["one", f"a {ITEM}", "two", "TWO "], ["two", "three", OTHER, "  "])
     corpora = [write_corpus(tmp_path / f"c{n}", rows) for n, rows in enumerate(texts)]
