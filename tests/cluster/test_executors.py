@@ -257,8 +257,8 @@ def answer_for_slurm(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(arrays, "_SETTLE", 0.0)
     monkeypatch.setattr(arrays, "_TICK", 0.01)
-    monkeypatch.setattr(arrays, "_PAUSE", 0.0)
     monkeypatch.setattr("megacore.cluster.batch.slurm._PAUSE", 0.0)
+    monkeypatch.setattr("megacore.cluster.batch.slurm._SUBMISSION_PAUSE", 0.0)
     monkeypatch.chdir(place)
 
 

@@ -8,6 +8,7 @@ lost elements, only runs the others. Nothing depends on claims that a killed ele
 import argparse
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megacore.artifact.files import read_json, replace_file, workspace_errors, write_json
-from megacore.cluster.batch.scheduler import Submission, one_line, run
-from megacore.cluster.batch.slurm import ENDED, exported, is_unanswered, job_records, remove_jobs
+from megacore.cluster.batch.scheduler import Submission, run
+from megacore.cluster.batch.slurm import (
+    ENDED,
+    exported,
+    job_records,
+    remove_jobs,
+    submit_until_answered,
+)
 from megacore.config.curate import SlurmExecutor
 from megacore.corpus.curate_job import Job, Phase
 from megacore.corpus.curate_task import run_task
@@ -32,14 +39,10 @@ _ELEMENTS = 1000
 """Most elements of an array by default: Slurm's default MaxArraySize is 1001."""
 _TICK, _SLOW = 0.5, 10.0
 """Seconds between two queries at first, and at most."""
-_PAUSE = 10.0
-"""Seconds before the next try to submit an array."""
 _SILENCE = 60.0
 """Seconds after which a controller that does not answer is reported."""
 _SETTLE = 3.0
 """Seconds to wait for receipts that a file share shows late."""
-_SUBMISSIONS = 4
-"""Tries to submit an array to a controller that does not answer."""
 _LOG_LINES = 5
 _SHORTENED = "..."
 """End of a list of elements that Slurm shows shortened, without the limit after it."""
@@ -147,30 +150,22 @@ class _Array:
 
         Raises LaunchError, WorkspaceError.
         """
-        for tries in range(1, _SUBMISSIONS + 1):
-            # The controller may still start an array that it did not confirm. With another token
-            # its elements end without running a task.
-            self._submission = Submission.new()
-            script = self._prepare()
-            done = run(self._command(options, script), env=exported(os.environ))
-            words = done.stdout.split()
-            if done.returncode == 0 and words:
-                self._submission = Submission(self._submission.token, words[-1].partition(";")[0])
-                self._submission.write(self._folder)
-                return
-            if not is_unanswered(done):
-                raise LaunchError(
-                    f"sbatch refused tasks of data.curate: {one_line(done)}: {_REFUSED}"
-                )
-            if tries < _SUBMISSIONS:
-                say(f"slurm: no answer to sbatch ({one_line(done)}); the tasks are submitted again")
-                _remove(self._submission, self._folder)
-                time.sleep(_PAUSE)
-        raise LaunchError(
-            f"Slurm's controller did not answer {_SUBMISSIONS} times to sbatch with tasks of "
-            f"data.curate ({one_line(done)}): start the same command again when `scontrol ping` "
-            "says that it is up, to continue with the tasks that are done"
+
+        def attempt(submission: Submission) -> "subprocess.CompletedProcess[str]":
+            # Elements of an array with another token end without running a task.
+            self._submission = submission
+            return run(self._command(options, self._prepare()), env=exported(os.environ))
+
+        self._submission = submit_until_answered(
+            self._submission,
+            attempt,
+            lambda submission: _remove(submission, self._folder),
+            say,
+            what="an array of tasks of data.curate",
+            advice=_REFUSED,
+            resumption="continue with the tasks that are done",
         )
+        self._submission.write(self._folder)
 
     def _prepare(self) -> Path:
         """Write the record, the plan and the script of the array, and return the script's path."""

@@ -96,13 +96,14 @@ class Follower:
         beat.beat()
         write_launcher_state(exit_directory, "queued", "submitted")
         try:
-            submission = self._scheduler.submit(submission)
+            submission = self._scheduler.submit(submission)  # perhaps with another token
         except MegacoreError:
             # The file may contain secrets. If the scheduler accepted the job after the timeout, the
             # job ends without the file.
             self._spec.path.unlink(missing_ok=True)
             raise
         submission.write(folder)
+        beat = FollowerBeat(folder, submission.token)
         _say(self._spec, f"submitted as {submission.job}")
         try:
             end = self._until_its_end(beat)

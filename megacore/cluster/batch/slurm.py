@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megacore.artifact.files import replace_file, workspace_errors
@@ -19,7 +19,7 @@ from megacore.cluster.batch.scheduler import (
     render,
     run,
 )
-from megacore.cluster.batch.spec import BatchSpec
+from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
 from megacore.errors import (
     HostLostError,
     LaunchError,
@@ -98,6 +98,10 @@ _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STA
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
 """Seconds between two checks of a job that is being cancelled."""
+_SUBMISSIONS = 4
+"""Tries to submit a job to a controller that does not answer."""
+_SUBMISSION_PAUSE = 10.0
+"""Seconds before the next try to submit a job."""
 _RESUMES = "a retry submits it again and resumes from the last complete checkpoint"
 
 
@@ -156,19 +160,35 @@ class SlurmJob:
         return ["sbatch", "--parsable", *self._spec.launch.slurm.arguments, str(self.script)]
 
     def submit(self, submission: Submission) -> Submission:
-        """Write the script, submit it, and return the submission with the job's id."""
-        with workspace_errors(self.script):
-            replace_file(self.script, self.text(submission.token).encode(), durable=False)
-        done = run(self.command(), directory=self._spec.directory, env=exported(os.environ))
-        match = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
-        if done.returncode != 0 or match is None:
-            raise LaunchError(
-                f"sbatch refused {self.script}: {one_line(done)}: correct launch.slurm, "
-                "launch.nnodes or launch.nproc_per_node"
-            )
-        self._job = match[1]
-        self._output = self._spec.folder / f"slurm-{self._job}.out"
-        return Submission(submission.token, self._job)
+        """Write the script, submit it, and return the submission with the job's id.
+
+        It is submitted again, with another token, if the controller does not answer.
+        """
+        folder = self._spec.folder
+
+        def attempt(submission: Submission) -> "subprocess.CompletedProcess[str]":
+            submission.write(folder)
+            FollowerBeat(folder, submission.token).beat()
+            with workspace_errors(self.script):
+                replace_file(self.script, self.text(submission.token).encode(), durable=False)
+            return run(self.command(), directory=self._spec.directory, env=exported(os.environ))
+
+        def say(sentence: str) -> None:
+            sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
+            sys.stdout.flush()
+
+        submission = submit_until_answered(
+            submission,
+            attempt,
+            self.remove,
+            say,
+            what=str(self.script),
+            advice="correct launch.slurm, launch.nnodes or launch.nproc_per_node",
+            resumption="resume from the last complete checkpoint",
+        )
+        self._job = str(submission.job)
+        self._output = folder / f"slurm-{self._job}.out"
+        return submission
 
     def remove(self, earlier: Submission) -> None:
         """Cancel the job of an earlier follower, and wait until its processes have ended."""
@@ -302,6 +322,50 @@ def is_unanswered(done: "subprocess.CompletedProcess[str]") -> bool:
     """
     failed = done.returncode != 0
     return failed and (done.returncode == TIMED_OUT or bool(_UNANSWERED.search(one_line(done))))
+
+
+def submit_until_answered(
+    submission: Submission,
+    attempt: "Callable[[Submission], subprocess.CompletedProcess[str]]",
+    remove: Callable[[Submission], None],
+    say: Callable[[str], None],
+    *,
+    what: str,
+    advice: str,
+    resumption: str,
+) -> Submission:
+    """Submit a job, again if the controller does not answer; return the submission with its id.
+
+    Args:
+        submission: the first submission.
+        attempt: function that records a submission and calls sbatch for it.
+        remove: function that cancels the job of a submission that was not confirmed. The controller
+            may nevertheless start it, so the next submission has another token.
+        say: function that shows a sentence.
+        what: what is submitted, for messages.
+        advice: what to do if sbatch refuses it.
+        resumption: what the same command does later, as an infinitive.
+
+    Raises:
+        LaunchError: sbatch refused the job, or the controller did not answer several times.
+    """
+    for tries in range(1, _SUBMISSIONS + 1):
+        done = attempt(submission)
+        match = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
+        if done.returncode == 0 and match is not None:
+            return Submission(submission.token, match[1])
+        if not is_unanswered(done):
+            raise LaunchError(f"sbatch refused {what}: {one_line(done)}: {advice}")
+        if tries < _SUBMISSIONS:
+            say(f"slurm: no answer to sbatch ({one_line(done)}); {what} is submitted again")
+            time.sleep(_SUBMISSION_PAUSE)
+            remove(submission)
+            submission = Submission.new()
+    raise LaunchError(
+        f"Slurm's controller did not answer {_SUBMISSIONS} times to sbatch with {what} "
+        f"({one_line(done)}): start the same command again when `scontrol ping` says that it is "
+        f"up, to {resumption}"
+    )
 
 
 def remove_jobs(name: str, job: str | None) -> None:

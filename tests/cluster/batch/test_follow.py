@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megacore.artifact.files import read_json
 from megacore.cluster.batch import follow
 from megacore.cluster.batch.follow import Follower
 from megacore.cluster.batch.scheduler import End, Look, Submission
@@ -78,6 +79,18 @@ def test_job_is_cancelled_if_following_it_fails(
     submission = Submission.read(spec.folder)
     assert submission is not None
     assert submission.job == "7"
+
+
+def test_beat_is_that_of_the_submission_that_was_accepted(spec: BatchSpec) -> None:
+    class Again(RecordingScheduler):
+        def submit(self, submission: Submission) -> Submission:
+            return Submission("accepted", "7")
+
+        def look(self) -> Look | None:
+            return Look("running", "COMPLETED", End(0))
+
+    assert Follower(spec, Again()).follow() == 0
+    assert read_json(spec.folder / "follower.json")["token"] == "accepted"
 
 
 def test_refused_submission_removes_the_spec_file(spec: BatchSpec) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megacore.artifact.files import read_json
 from megacore.cluster.batch.node import slurm_node
 from megacore.cluster.batch.scheduler import End, Submission
 from megacore.cluster.batch.slurm import SlurmJob, accounted, exported
@@ -483,3 +484,60 @@ def test_sbatch_variables_that_hide_the_job_are_not_exported() -> None:
         "SBATCH_WAIT": "1",
     }
     assert exported({"SBATCH_ACCOUNT": "nlp", **hiding}) == {"SBATCH_ACCOUNT": "nlp"}
+
+
+BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def replies_of_sbatch(
+    monkeypatch: pytest.MonkeyPatch, *replies: tuple[int, str, str]
+) -> tuple[list[str], list[str]]:
+    """Answer sbatch in this order; return the names of jobs that are submitted and looked for."""
+    left, submitted, removed = list(replies), list[str](), list[str]()
+
+    def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        if command[0] == "squeue":
+            removed.extend(word for word in command if word.startswith("--name="))
+            return subprocess.CompletedProcess(command, 0, "", "")
+        text = Path(command[-1]).read_text()
+        submitted.extend(re.findall(r"--job-name=(\S+)", text))
+        return subprocess.CompletedProcess(command, *left.pop(0))
+
+    monkeypatch.setattr("megacore.cluster.batch.slurm.run", run)
+    monkeypatch.setattr("megacore.cluster.batch.slurm._SUBMISSION_PAUSE", 0.0)
+    return submitted, removed
+
+
+def test_a_job_is_submitted_again_under_another_name_if_the_controller_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = (1, "", BUSY)
+    submitted, removed = replies_of_sbatch(monkeypatch, busy, (0, "12;cluster\n", ""))
+    batch = spec(launch(slurm={"time_limit": "1:00"}), tmp_path)
+    job, first = SlurmJob(batch), Submission("ab", None)
+    submission = job.submit(first)
+    assert submission.job == "12"
+    assert submitted == [job.name("ab"), job.name(submission.token)]
+    assert submission.token != "ab"
+    assert removed == [f"--name={job.name('ab')}"]
+    recorded = Submission.read(batch.folder)
+    assert recorded is not None
+    assert recorded.token == submission.token
+    assert read_json(batch.folder / "follower.json")["token"] == submission.token
+    assert f"slurm: no answer to sbatch ({BUSY})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reply", "tries", "message"),
+    [
+        (BUSY, 4, r"did not answer 4 times to sbatch with .*job\.sbatch .*scontrol ping.*resume"),
+        ("invalid partition", 1, r"refused .*job\.sbatch: invalid partition: correct launch"),
+    ],
+)
+def test_a_job_that_cannot_be_submitted_is_an_error(
+    reply: str, tries: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, _ = replies_of_sbatch(monkeypatch, *[(1, "", reply)] * tries)
+    with pytest.raises(LaunchError, match=message):
+        SlurmJob(spec(launch(slurm={"time_limit": "1:00"}), tmp_path)).submit(Submission.new())
+    assert len(submitted) == tries
