@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from megacore.cli._options import VariadicCommand
-from megacore.errors import ConfigError, WorkspaceError
+from megacore.errors import ConfigError, FileAccessError, WorkspaceError
 
 
 class CurateCommand(VariadicCommand):
@@ -159,14 +159,22 @@ def _remove(work: Path, output: Path) -> None:
 def _is_left_over(output: Path, work: Path) -> bool:
     """Return True if a command that completed the output was killed before it removed its work.
 
-    The documents of the output are hard links to those in the work directory.
+    The documents of the output are hard links to those in the work directory, or copies where the
+    file system has no hard links: then the report and the sizes of all files are the same.
     """
-    from megacore.corpus.curate_job import DOCUMENTS_FOLDER, document_file
+    from megacore.artifact.files import read_json
+    from megacore.corpus.curate import REPORT_NAME
+    from megacore.corpus.curate_job import DOCUMENTS_FOLDER, Job, document_file
 
-    name = document_file(0)
+    documents = work / DOCUMENTS_FOLDER
     try:
-        return os.path.samefile(output / name, work / DOCUMENTS_FOLDER / name)
-    except OSError:
+        if os.path.samefile(output / document_file(0), documents / document_file(0)):
+            return True
+        names = [path.name for path in documents.iterdir()]
+        return read_json(output / REPORT_NAME) == Job.read(work).report() and all(
+            (output / name).stat().st_size == (documents / name).stat().st_size for name in names
+        )
+    except (OSError, ValueError, KeyError, TypeError, FileAccessError):
         return False
 
 

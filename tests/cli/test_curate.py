@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,14 +104,18 @@ def test_a_second_command_waits_for_the_first_and_refuses_its_output(
     assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
 
 
+@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("killed_in", ["rename", "rmtree"])
 def test_work_that_a_killed_command_left_next_to_its_output_is_removed(
-    killed_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed_in: str, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepare(tmp_path, monkeypatch)
     # The work directory has another name, out.tmp-PID, while it is removed.
     program = (
-        "import os, shutil, sys; from megacore.cli import main\n"
+        "import errno, os, shutil, sys; from megacore.cli import main\n"
+        "def link(source, target):\n"
+        "    raise OSError(errno.EPERM, 'no hard links', source, None, target)\n"
+        f"{'' if links else 'os.link = link'}\n"
         "def rename(source, target, rename=os.rename):\n"
         "    os._exit(9) if '.out.curate' in str(source) else rename(source, target)\n"
         "def rmtree(path, rmtree=shutil.rmtree, **options):\n"
@@ -124,6 +129,23 @@ def test_work_that_a_killed_command_left_next_to_its_output_is_removed(
     again = CliRunner().invoke(app, words)
     assert "out is not empty" in str(again.exception)
     assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
+
+
+def test_work_of_another_curation_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = prepare(tmp_path, monkeypatch)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    shutil.move("out", "other")
+    write(tmp_path / "a.jsonl", ["one document", "another", "another"])
+    command = sys.modules["megacore.cli.curate"]
+    monkeypatch.setattr(command, "_remove", lambda work, output: None)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree("out")
+    # It has the same documents, but not the same report.
+    shutil.move("other", "out")
+    assert "out is not empty" in str(CliRunner().invoke(app, words).exception)
+    assert Path(".out.curate/documents/documents-00000.jsonl").exists()
 
 
 def test_work_next_to_another_output_is_kept(
