@@ -156,6 +156,22 @@ def read_rows(segment: Segment, first_row: int) -> Iterator[dict[str, Any] | Bad
         first_row += len(batch)
 
 
+def read_columns(path: str | Path, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the fields `names` of each row of a parquet file.
+
+    A value that is not UTF-8 is a BadLine, without position.
+    """
+    first_row = 1
+    for batch in local_files.read_batches(path, names):
+        columns = [
+            _values(str(path), name, column, first_row)
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        for values in zip(*columns, strict=True):
+            yield dict(zip(batch.schema.names, values, strict=True))
+        first_row += len(batch)
+
+
 def _values(path: str, name: str, column: Any, first_row: int) -> list[Any]:
     """Return the values of an arrow array; one that is not UTF-8 as a BadLine."""
     try:

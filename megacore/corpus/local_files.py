@@ -141,14 +141,6 @@ def text_columns(path: str | Path) -> list[str]:
         return [field.name for field in file.schema_arrow if _is_text(field.type)]
 
 
-def read_rows(
-    path: str | Path, columns: list[str] | None, start: int = 0, stop: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield some columns (None: all) of each row of row groups start … stop-1, in order."""
-    for batch in read_batches(path, columns, start, stop):
-        yield from batch.to_pylist()
-
-
 def read_batches(
     path: str | Path, columns: list[str] | None, start: int = 0, stop: int | None = None
 ) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import orjson
 from megacore.artifact.files import access_error
 from megacore.config.data import JsonlSource, ParquetSource, TextSource
 from megacore.corpus import local_files, text_files
+from megacore.corpus.blocks import BadLine, read_columns
 from megacore.corpus.formats import DOCUMENT_BYTES, lines
 from megacore.corpus.source_tree import list_files
 from megacore.errors import ConfigError, DataFormatError
@@ -212,7 +213,7 @@ def _sample_rows(files: Sequence[Path], kind: Kind) -> Iterator[dict[str, Any]]:
             columns = local_files.text_columns(path)
             if not columns:
                 raise ConfigError(f"{path} has no column with text: name another file")
-            yield from local_files.read_rows(path, columns)
+            yield from read_columns(path, columns)
         else:
             yield from _objects(path)
 
@@ -238,7 +239,8 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str]]:
     """Return the field with the longest texts, or `text`, and the other fields.
 
-    Raises ConfigError if there are no rows, or if one of them lacks the text.
+    Raises ConfigError if there are no rows, or if one of them lacks the text or has one that is not
+    UTF-8.
     """
     if not rows:
         raise ConfigError(f"{path} has no rows: name a file with text")
@@ -255,6 +257,9 @@ def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str
         )
     longest = max(keys, key=lambda name: lengths[name])
     key = _PREFERRED_KEY if _PREFERRED_KEY in keys else longest
+    for row in rows:
+        if isinstance(bad := row.get(key), BadLine):
+            raise ConfigError(bad.reason)
     without = sum(not isinstance(row.get(key), str) for row in rows)
     if without:
         raise ConfigError(

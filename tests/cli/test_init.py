@@ -156,6 +156,24 @@ def test_parquet_takes_its_text_column(here: Path) -> None:
     assert collect(source, here / "out")["documents"] == 100
 
 
+def test_parquet_with_text_that_is_not_utf8_is_refused_with_its_row(here: Path) -> None:
+    def write(file: str, **columns: list[bytes]) -> None:
+        values = {
+            key: pa.Array.from_buffers(pa.string(), len(rows), pa.array(rows).buffers())
+            for key, rows in columns.items()
+        }
+        pq.write_table(pa.table(values), here / file)
+
+    texts = [prose(1_000, number).encode() for number in range(100)]
+    write("a.parquet", text=[*texts, b"\xff"])
+    assert refusal("a.parquet") == (
+        "a.parquet row 101 is not UTF-8 under 'text' (invalid start byte): repair or remove the row"
+    )
+    write("b.parquet", text=[*texts, b"last"], title=[*texts, b"\xff"])
+    assert run("b.parquet").exit_code == 0
+    assert written("b").data.sources[0].key == "text"  # type: ignore[union-attr]
+
+
 def test_a_larger_budget_gives_a_model_that_is_not_smaller(here: Path) -> None:
     (here / "a.txt").write_text(prose(700_000))
     sizes = []
