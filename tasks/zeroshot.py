@@ -32,7 +32,7 @@ from tasks._pipeline import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
 from tasks.train import run_facts
 
-VERSION = 2
+VERSION = 3
 REPORT = "zeroshot.json"
 
 

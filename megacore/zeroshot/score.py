@@ -58,6 +58,9 @@ class LambadaScore:
     correct: int
     shortened: int
     """Number of passages cut at the beginning because they exceed the window."""
+    left_out: int
+    """Number of passages that do not count, because the tokenizer has no token for their last
+    words."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,25 @@ class ZeroshotScorer:
     def lambada(self, passages: Sequence[Passage], seq_length: int) -> LambadaScore:
         """Compute the accuracy on the passages' last words; collective over all ranks.
 
+        Passages without a target are left out.
+
+        Args:
+            passages: passages, at least one of them with a target.
+            seq_length: tokens per window.
+
         Raises:
             ConfigError: if `seq_length` exceeds the model's positions.
         """
         check_windows(seq_length, None, self._model.max_position_embeddings)
+        total = len(passages)
+        passages = [passage for passage in passages if len(passage.target)]
+        if len(passages) < total:
+            logger.warning(
+                "LAMBADA | %d of %d passages are left out, because the tokenizer has no token for "
+                "their last words",
+                total - len(passages),
+                total,
+            )
         sequences = [
             np.concatenate([passage.context, passage.target]).astype(np.int64)
             for passage in passages
@@ -195,6 +213,7 @@ class ZeroshotScorer:
             passages=len(reads),
             correct=correct,
             shortened=sum(len(ids) > seq_length + 1 for ids in sequences),
+            left_out=total - len(passages),
         )
         logger.info(
             "LAMBADA | accuracy: %.4f | PPL of last words: %.4f", score.accuracy, score.target_ppl

@@ -189,15 +189,16 @@ class Passage:
     context: npt.NDArray[np.integer[Any]]
     """Ids of all words but the last."""
     target: npt.NDArray[np.integer[Any]]
-    """Ids of the last word, with the space before it, and of any text that shares a token with
-    it."""
+    """Ids of the last word, with the space before it, and of any text that shares a token with it;
+    empty if the tokenizer has no token for it."""
 
 
 def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
     """Read passages from JSON Lines with the text under the key `text`.
 
     Raises:
-        DataFormatError: if the file cannot be read, has no passage or a damaged line.
+        DataFormatError: if the file cannot be read, has no passage or a damaged line, or if the
+            tokenizer has no token for the last word of any passage.
     """
     pairs = [
         _divided(line, f"{path}:{number}")
@@ -210,16 +211,30 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
         )
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
     wholes = tokenizer.encode_batch([" ".join(pair) for pair in pairs])
-    return [_passage(context, whole) for context, whole in zip(contexts, wholes, strict=True)]
+    passages = [
+        _passage(tokenizer, context, whole) for context, whole in zip(contexts, wholes, strict=True)
+    ]
+    if not any(len(passage.target) for passage in passages):
+        raise DataFormatError(
+            f"the tokenizer has no token for the last words of the {len(passages):,} passages in "
+            f"{path}: give passages in the language of the model"
+        )
+    return passages
 
 
-def _passage(context: npt.NDArray[np.integer[Any]], whole: npt.NDArray[np.integer[Any]]) -> Passage:
+def _passage(
+    tokenizer: Tokenizer,
+    context: npt.NDArray[np.integer[Any]],
+    whole: npt.NDArray[np.integer[Any]],
+) -> Passage:
     """Divide a passage where its ids begin to differ from those of its context.
 
     The last word is not encoded separately, because some tokenizers prepend a space to each text.
     The first id stays in the context, because nothing predicts it.
     """
     start = max(1, _shared_start(context, whole))
+    if not tokenizer.decode(whole[start:]).strip():  # without the word, or only its space
+        start = len(whole)
     return Passage(whole[:start], whole[start:])
 
 

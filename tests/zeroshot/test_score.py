@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,14 @@ def test_a_word_counts_if_all_its_tokens_are_the_most_probable(setup: Setup) -> 
         wrong[position] = (wrong[position] + 1) % VOCAB
         changed = [*passages[:4], Passage(passages[4].context, wrong), *passages[5:]]
         assert setup.scorer().lambada(changed, _tiny.POSITIONS).correct == len(passages) - 1
+
+
+def test_passages_without_a_target_are_left_out_and_counted(setup: Setup) -> None:
+    empty = Passage(setup.passages[0].context, setup.passages[0].target[:0])
+    score = setup.scorer().lambada([*setup.passages, empty], _tiny.POSITIONS)
+    expected = setup.scorer().lambada(setup.passages, _tiny.POSITIONS)
+    assert (expected.left_out, score.left_out) == (0, 1)
+    assert replace(score, left_out=0) == expected
 
 
 def test_the_padding_of_the_vocabulary_has_no_probability(setup: Setup) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Split
 
@@ -98,6 +98,17 @@ def test_malformed_passages_are_refused_with_their_line(
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
         read_lambada(write(tmp_path / "lambada", content), tokenizer)
+
+
+def test_last_words_without_tokens_are_empty_targets_and_not_all_may_be(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(BPE({"a": 0, "b": 1, " ": 2, "<|endoftext|>": 3}, []))
+    tokenizer = JsonTokenizer(backend, "<|endoftext|>")
+    lines = ['{"text": "a b"}', '{"text": "a x"}', '{"text": "x y"}']
+    passages = read_lambada(write(tmp_path / "some", "\n".join(lines)), tokenizer)
+    assert [passage.target.tolist() for passage in passages] == [[2, 1], [], []]
+    path = write(tmp_path / "none", lines[2])
+    with pytest.raises(DataFormatError, match="no token for the last words of the 1 passages in"):
+        read_lambada(path, tokenizer)
 
 
 def test_missing_and_too_short_texts_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
