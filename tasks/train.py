@@ -17,6 +17,7 @@ from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
@@ -300,7 +301,8 @@ def job_of(
 ) -> TrainJob:
     """Build a job of this run on `ranks` ranks of `threads` CPU threads each.
 
-    It runs on `hosts`, or on this host if that is None.
+    It runs on `hosts`, or on this host if that is None. Raises CheckpointError if the checkpoint
+    that the run continues from does not describe its model.
     """
     return TrainJob(
         config=config,
@@ -308,13 +310,26 @@ def job_of(
         index_directory=index.path,
         tokenizer_directory=tokenizer.path,
         vocab_size=tokenizer.counts["vocab_size"],
-        special_tokens=tokenizer.counts["special_tokens"],
+        special_tokens=_special_tokens(config, tokenizer),
         run_directory=str(directory),
         exit_directory=str(directory / "exit"),
         ranks=ranks,
         threads_per_rank=threads,
         hosts=dict(hosts or {}),
         attempt=stages.next_attempt(directory),
+    )
+
+
+def _special_tokens(config: RunConfig, tokenizer: Artifact) -> SpecialTokens:
+    """Return the tokenizer's special tokens, and begin and ends of the model that is continued."""
+    from megacore.checkpoint.spec import read_spec
+
+    tokens = SpecialTokens.model_validate(tokenizer.counts["special_tokens"])
+    earlier = config.resume.checkpoint or config.train.pretrained_checkpoint
+    if earlier is None:
+        return tokens
+    return tokens.continuing(
+        read_spec(Path(earlier)).special_tokens, tokenizer.counts["vocab_size"]
     )
 
 

@@ -127,9 +127,14 @@ def with_fields(spec: ModelSpec, other: ModelSpec, fields: tuple[str, ...]) -> M
 
 
 def special_token_findings(a: ModelSpec, b: ModelSpec) -> list[Finding]:
-    """Return a finding for each special token that both specifications name differently."""
+    """Return a finding for each special token that both specifications name differently.
+
+    Begin and further ends are compared as config.json has them.
+    """
     findings = []
     for role in SpecialTokens.model_fields:
+        if role in ("bos", "ends"):
+            continue
         ours, theirs = getattr(a.special_tokens, role), getattr(b.special_tokens, role)
         if ours in (None, ()) or theirs in (None, ()) or ours == theirs:
             continue

@@ -1,5 +1,6 @@
 """Description of a model's weights in a checkpoint, independent of the run that trained it."""
 
+from collections.abc import Iterable
 from typing import Self
 
 from pydantic import Field
@@ -26,6 +27,28 @@ class SpecialTokens(Section):
     """Token for text that the vocabulary cannot represent."""
     sentinels: tuple[int, ...] = ()
     """Tokens that replace T5's spans, in the order of the spans."""
+    bos: int | None = Field(None, ge=0)
+    """Token at the start of a text in the programs that the model came from, if it is not eod.
+    Training does not add it; exports name it."""
+    ends: tuple[int, ...] = ()
+    """Tokens besides eod at which generation ends in those programs. Exports name them."""
+
+    @property
+    def begin(self) -> int | None:
+        """Token that an export names as the first of a text: bos, else eod."""
+        return self.eod if self.bos is None else self.bos
+
+    def with_ends(self, ids: Iterable[int], vocab_size: int) -> Self:
+        """Return the tokens with those of `ids` that the vocabulary has as further ends."""
+        ends = [each for each in (*self.ends, *ids) if each < vocab_size and each != self.eod]
+        return self.model_copy(update={"ends": tuple(dict.fromkeys(ends))})
+
+    def continuing(self, earlier: Self, vocab_size: int) -> Self:
+        """Return the tokens of a run that continues a model: its begin and ends are kept."""
+        bos = earlier.bos
+        ends = earlier.ends if earlier.eod is None else (earlier.eod, *earlier.ends)
+        known = bos is not None and bos < vocab_size and bos != self.eod
+        return self.model_copy(update={"bos": bos if known else None}).with_ends(ends, vocab_size)
 
 
 class ModelSpec(Section):

@@ -33,6 +33,7 @@ from megacore.convert.parity import (
 )
 from megacore.convert.report import ParityReport
 from megacore.convert.source import CheckpointTensors, load_weights
+from megacore.convert.tokenizers import with_begin
 from megacore.data.build import open_split
 from megacore.data.samples import Dataset
 from megacore.errors import ConversionError, DataFormatError
@@ -145,10 +146,13 @@ def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]
 
     Raises:
         ConversionError: if `tensors` do not match the configuration.
+        DataFormatError: if the tokenizer's files are damaged.
         WorkspaceError: if `directory` cannot be written.
     """
-    write_model(directory, job.spec, tensors, dtype=job.config.export.dtype)
-    copy_tokenizer(Path(job.tokenizer_directory), directory, job.config.max_position_embeddings)
+    tokenizer = Path(job.tokenizer_directory)
+    spec = with_begin(job.spec, tokenizer)
+    write_model(directory, spec, tensors, dtype=job.config.export.dtype)
+    copy_tokenizer(tokenizer, directory, spec)
 
 
 def pass_gate(

@@ -19,7 +19,7 @@ from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
 from megacore.convert.model_source import check_vocabulary, find_model
 from megacore.convert.source import CheckpointTensors
-from megacore.convert.tokenizers import tokenizer_size
+from megacore.convert.tokenizers import tokenizer_size, with_begin
 from megacore.errors import ConfigError, ConversionError
 from megacore.jobs.model import ModelSource
 
@@ -92,14 +92,18 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         ConversionError: if no class of transformers has this configuration.
         ConfigError: if `output` is not empty.
         CheckpointError: if the checkpoint is damaged.
+        DataFormatError: if the tokenizer's files are damaged.
         WorkspaceError: if `output` cannot be written.
     """
     hf_class, form = hf_form_of(source.spec)
     table = form.key_map(source.spec)
+    spec = source.spec
+    if source.tokenizer is not None:
+        spec = with_begin(spec, source.tokenizer)
     with reading(source.checkpoint), staged(output) as staging:
-        write_model(staging, source.spec, CheckpointTensors(source.checkpoint), dtype=dtype)
+        write_model(staging, spec, CheckpointTensors(source.checkpoint), dtype=dtype)
         if source.tokenizer is not None:
-            copy_tokenizer(source.tokenizer, staging, source.spec.max_position_embeddings)
+            copy_tokenizer(source.tokenizer, staging, spec)
         card = bare_card(
             output.absolute().name,
             source.spec,

@@ -21,7 +21,7 @@ from megacore.checkpoint.shard import DeferredTensor
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
 from megacore.convert.source import PREFIX
-from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens
+from megacore.convert.tokenizers import adopt_tokenizer, with_begin, with_special_tokens
 from megacore.errors import ConfigError, ConversionError
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
@@ -236,7 +236,8 @@ def _with_tokenizer(
     target.mkdir()
     tokenizer = adopt_tokenizer(source, target, spec)
     if tokenizer is not None:
-        return with_special_tokens(spec, tokenizer, output.absolute() / TOKENIZER_DIRECTORY, source)
+        directory = output.absolute() / TOKENIZER_DIRECTORY
+        return with_begin(with_special_tokens(spec, tokenizer, directory, source), target)
     if required:
         raise ConfigError(
             f"--tokenizer {source} holds no tokenizer: give a directory with tokenizer.json"

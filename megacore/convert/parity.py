@@ -284,7 +284,8 @@ def compare_continuations(report: ParityReport, pair: ModelPair, validation: Mod
     """
     run = _of_decoder if pair.spec.family == "t5" else _of_causal
     special = pair.spec.special_tokens
-    ends = {special.eod, special.sep} if pair.spec.family == "t5" else {special.eod}
+    end = {special.eod, special.sep} if pair.spec.family == "t5" else {special.eod}
+    ends = end.union(special.ends)
     differing = 0
     for logits, choices in run(pair, validation):
         best = logits.topk(2).values

@@ -125,6 +125,25 @@ def with_special_tokens(
     return spec.model_copy(update={"special_tokens": merged, "tokenizer_directory": str(directory)})
 
 
+def with_begin(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return a decoder's spec with the bos_token that the tokenizer in `directory` names.
+
+    A tokenizer of megacore that names none, or one outside the vocabulary, changes nothing.
+
+    Raises:
+        ConversionError: if tokenizer_config.json is damaged.
+        DataFormatError: if the tokenizer's files are damaged.
+    """
+    text = _content(_settings(directory).get("bos_token"))
+    if spec.family != "gpt" or text is None:
+        return spec
+    token, special = load_tokenizer(directory).token_id(text), spec.special_tokens
+    if token is None or token >= spec.vocab_size:
+        return spec
+    bos = None if token == special.eod else token
+    return spec.model_copy(update={"special_tokens": special.model_copy(update={"bos": bos})})
+
+
 def _settings(source: Path) -> dict[str, Any]:
     """Read special_tokens_map.json and tokenizer_config.json; return {} if there are none."""
     settings: dict[str, Any] = {}

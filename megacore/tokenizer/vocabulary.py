@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,9 @@ def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> Non
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return the ids of a vocabulary's special tokens."""
-    ids = {role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
+    ids: dict[str, Any] = {
+        role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()
+    }
     return SpecialTokens(eod=tokenizer.eod_id, sentinels=tuple(_sentinels(tokenizer)), **ids)
 
 

@@ -41,7 +41,7 @@ def test_fields_without_effect_are_accepted(model_type: str) -> None:
     name = ONE_OF_EACH[model_type]
     written = model_config(tiny_spec(name), "float32")
     known = {**WITHOUT_EFFECT, **WITHOUT_EFFECT_IN.get(model_type, {})}
-    tokens = ("eos_token_id", "pad_token_id")  # read for generation
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")  # read for generation
     extra = {key: "any" for key in known if key not in (*written, *tokens)}
     assert read(name, **extra) == read(name)
     assert all(reason.strip() for reason in known.values())

@@ -1,19 +1,21 @@
 """The export stage: files of the directory, refusals, and nothing published if the gate fails."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megacore.artifact import StageKey, build_artifact
-from megacore.convert.export import export, samples_of, validation_rows
+from megacore.convert.export import export, samples_of, validation_rows, write_export
 from megacore.convert.hf import write
 from megacore.convert.source import CheckpointTensors, take_weights
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
+from megacore.tokenizer import load_tokenizer
 from tests.convert._tiny import VOCAB_SIZE, tiny_config
 from tests.convert.conftest import POSITIONS, Exported
 
@@ -123,6 +125,25 @@ def test_checkpoint_tensors_contain_only_parameters(original: Exported) -> None:
     assert all(torch.equal(tensors[name], parameters[name]) for name in tensors)
     with pytest.raises(KeyError):
         tensors["optimizer.exp_avg.encoder.final_layernorm.bias"]
+
+
+def test_the_files_name_the_begin_token_of_the_tokenizer(
+    original: Exported, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(original.job.tokenizer_directory, tokenizer)
+    path = tokenizer / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(settings | {"bos_token": "def"}), encoding="utf-8")
+    job = original.job.model_copy(update={"tokenizer_directory": str(tokenizer)})
+    write_export(tmp_path / "model", job, CheckpointTensors(Path(job.checkpoint)))
+    begin, end = load_tokenizer(tokenizer).token_id("def"), job.special_tokens.eod
+    assert begin not in (None, end)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "model" / name).read_text(encoding="utf-8"))
+        assert (values["bos_token_id"], values["eos_token_id"]) == (begin, end)
+        before = json.loads((original.directory / name).read_text(encoding="utf-8"))
+        assert values | {"bos_token_id": end} == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import torch
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import write_model
 from megacore.convert.outputs import ModelPair
-from megacore.convert.parity import check_models, compare_native, load_exported, our_perplexity
+from megacore.convert.parity import (
+    _of_causal,
+    _of_decoder,
+    check_models,
+    compare_native,
+    load_exported,
+    our_perplexity,
+)
 from megacore.convert.report import ParityReport
 from tests.convert._models import MODELS, our_model, samples, tiny_spec
 
@@ -50,6 +57,26 @@ def test_equal_models_pass_the_gate(name: str, tmp_path: Path) -> None:
     assert (report.perplexity_samples, report.perplexity_tokens) == (3, labels)
     assert report.perplexity_with_padding > report.perplexity_ours > 1
     assert report.greedy_tokens >= 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_continuation_that_stops_at_a_further_end_passes_the_gate(
+    name: str, tmp_path: Path
+) -> None:
+    """The other samples go on, so that the shorter continuation is padded."""
+    pair = exported(name, tmp_path / "one")
+    whole = reported(pair)
+    batch = samples(pair.spec)
+    rows = list((_of_decoder if name == "t5" else _of_causal)(pair, batch))
+    end = int(rows[0][1][0])
+    assert any(end not in choices.tolist() for _, choices in rows)
+    special = pair.spec.special_tokens.model_copy(update={"ends": (end,)})
+    spec = pair.spec.model_copy(update={"special_tokens": special})
+    write_model(tmp_path / "two", spec, dict(pair.ours.named_parameters()))
+    stopped = ModelPair(spec, pair.form, pair.ours, load_exported(tmp_path / "two"))
+    report = reported(stopped)
+    assert report.problems == []
+    assert 0 < report.greedy_tokens < whole.greedy_tokens
 
 
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}

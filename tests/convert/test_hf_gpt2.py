@@ -10,7 +10,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.forms import model_config
 from megacore.convert.hf.gpt2 import key_map, module_pairs
-from megacore.convert.hf.write import generation_config
+from megacore.convert.hf.write import SAMPLING, generation_config
 from megacore.convert.key_map import KeyMap
 from megacore.convert.parity import recorded_outputs
 from megacore.models.gpt import GPTModel
@@ -93,6 +93,8 @@ def test_transformers_reads_back_the_written_configurations(tmp_path: Path) -> N
     assert (read.resid_pdrop, read.embd_pdrop, read.attn_pdrop) == (0.3, 0.3, 0.2)
     assert (read.layer_norm_epsilon, read.activation_function) == (1e-6, "gelu_new")
     assert (read.vocab_size, read.bos_token_id, read.eos_token_id) == (VOCAB_SIZE, EOD, EOD)
+    ids = {"bos_token_id": EOD, "eos_token_id": EOD, "pad_token_id": EOD}
+    assert generation_config(spec_of(config)) == ids | SAMPLING
     generation = GenerationConfig(**generation_config(spec_of(config)))
     generation.validate(strict=True)
     assert generation.eos_token_id == EOD

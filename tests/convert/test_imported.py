@@ -80,9 +80,7 @@ def test_an_import_and_an_export_return_the_same_model(name: str, tmp_path: Path
     assert record["class"] == MODELS[name][1]
     assert record["tokenizer"] is None
     assert record["gate"] is None
-    assert set(record["files"]) == {
-        path.name for path in source.iterdir() if path.name != "generation_config.json"
-    }
+    assert set(record["files"]) == {path.name for path in source.iterdir()}
 
     export_hf(open_source(tmp_path / "imported"), tmp_path / "again")
     record = json.loads((tmp_path / "again" / "export.json").read_text(encoding="utf-8"))
@@ -100,6 +98,73 @@ def test_an_import_and_an_export_return_the_same_model(name: str, tmp_path: Path
         ).logits[..., :100]
         their_logits = their_outputs(theirs, micro_batch).logits
     assert (our_logits - their_logits)[meaningful(micro_batch)].abs().max() <= 2e-5
+
+
+WORDS = ("<begin>", "<end>", "<turn>", "one", "two")
+"""Vocabulary of a tokenizer; its ids are below those of the models."""
+
+
+def save_llama(
+    directory: Path, *, bos: int | None, generation: dict[str, Any] | None, begin: str | None
+) -> None:
+    """Save a Llama that ends a text with id 1, and a tokenizer with `begin` as its bos_token."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_theirs("llama", directory)
+    config(bos_token_id=bos, eos_token_id=1)(directory)
+    path = directory / "generation_config.json"
+    path.unlink()
+    if generation is not None:
+        path.write_text(json.dumps(generation), encoding="utf-8")
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="one"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", bos_token=begin
+    ).save_pretrained(directory)
+
+
+def ids_of(directory: Path, file: str) -> dict[str, Any]:
+    values = json.loads((directory / file).read_text(encoding="utf-8"))
+    return {key: values.get(f"{key}_token_id") for key in ("bos", "eos")}
+
+
+@pytest.mark.parametrize(
+    ("bos", "begin", "ends", "expected"),
+    [
+        pytest.param(0, "<begin>", [1, 2], {"bos": 0, "eos": [1, 2]}, id="all in all files"),
+        pytest.param(0, "<begin>", [2, 1], {"bos": 0, "eos": [1, 2]}, id="another order"),
+        pytest.param(0, None, 1, {"bos": 0, "eos": 1}, id="begin only in config.json"),
+        pytest.param(None, "<begin>", 1, {"bos": 0, "eos": 1}, id="begin only in the tokenizer"),
+        pytest.param(3, "<begin>", 1, {"bos": 0, "eos": 1}, id="the tokenizer decides"),
+        pytest.param(None, None, 1, {"bos": 1, "eos": 1}, id="no begin"),
+        pytest.param(100, None, [1, 100], {"bos": 1, "eos": 1}, id="outside the vocabulary"),
+        pytest.param(0, "<begin>", None, {"bos": 0, "eos": 1}, id="no generation_config.json"),
+    ],
+)
+def test_begin_and_ends_of_a_text_return(
+    bos: int | None, begin: str | None, ends: Any, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    source, again = tmp_path / "hf", tmp_path / "again"
+    generation = None if ends is None else {"eos_token_id": ends}
+    save_llama(source, bos=bos, generation=generation, begin=begin)
+    import_model(open_from_hf(source), source, tmp_path / "imported")
+    export_hf(open_source(tmp_path / "imported"), again)
+    assert ids_of(again, "config.json") == {"bos": expected["bos"], "eos": 1}
+    assert ids_of(again, "generation_config.json") == expected
+    tokenizer = AutoTokenizer.from_pretrained(again)
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.bos_token_id == (None if expected["bos"] == 1 else 0)
+    assert tokenizer("one")["input_ids"] == [3]
+    assert load_exported(again).generation_config.eos_token_id == expected["eos"]
+
+
+def test_a_damaged_generation_config_is_refused(gpt2_copy: Path) -> None:
+    (gpt2_copy / "generation_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConversionError, match=r"generation_config\.json is not JSON .*: copy it"):
+        open_from_hf(gpt2_copy)
 
 
 def test_a_bfloat16_round_trip_is_bit_identical(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_wrong_tokenizer_fails_the_gate(exported: Exported, tmp_path: Path) ->
             "fox",
         )
     build_tokenizer(exported.job.config.data.tokenizer, other / "corpus", other / "tokenizer")
-    copy_tokenizer(other / "tokenizer", exported.directory, 64)
+    copy_tokenizer(other / "tokenizer", exported.directory, exported.job.spec)
     message, report = failure(exported)
     assert "its tokenizer encodes 3 of 3 validation texts to other ids" in message
     assert "its tokenizer decodes 3 of 3 samples to another text" in message

@@ -10,19 +10,22 @@ from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import Marker
 from megacore.config import RunConfig
-from megacore.config.spec import ModelSpec
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import CheckpointError, ConfigError
 from tasks.preflight import check_machine
-from tasks.train import check_pretrained, run_key
+from tasks.train import check_pretrained, job_of, run_key
 from tests.tasks.conftest import make_config
 
 INPUT = Artifact(stage="tokenize", key="ab" * 8, path="somewhere", digest="f" * 64, counts={})
 
 
-def checkpoint(path: Path, config: RunConfig, iteration: int = 0) -> Path:
+def checkpoint(
+    path: Path, config: RunConfig, iteration: int = 0, special: SpecialTokens | None = None
+) -> Path:
     """Write the metadata of a checkpoint, without weights."""
     path.mkdir(parents=True)
-    write_json(path / "state.json", {"model": ModelSpec.of(config, 500).model_dump(mode="json")})
+    spec = ModelSpec.of(config, 500, special)
+    write_json(path / "state.json", {"model": spec.model_dump(mode="json")})
     Marker(iteration, None, {}).write(path)
     return path
 
@@ -39,6 +42,28 @@ def config_from(path: Path, **model: Any) -> RunConfig:
 
 def key(config: RunConfig) -> str:
     return run_key(config, INPUT, INPUT).key
+
+
+@pytest.mark.parametrize("section", ["train.pretrained_checkpoint", "resume.checkpoint"])
+def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section: str) -> None:
+    config = make_config()
+    earlier = SpecialTokens(eod=1, bos=0, ends=(2, 499, 500))
+    path = checkpoint(tmp_path / "iter_0000000", config, special=earlier)
+    special = SpecialTokens(eod=2, pad=3)
+    counts = {"vocab_size": 500, "special_tokens": special.model_dump(mode="json")}
+    tokenizer = INPUT.model_copy(update={"counts": counts})
+    tokens = INPUT.model_copy(update={"path": str(tmp_path)})
+    (tmp_path / "tokens_text_document.idx").touch()
+
+    def tokens_of(config: RunConfig) -> SpecialTokens:
+        job = job_of(config, tmp_path / "run", tokens, tokenizer, INPUT, ranks=1, threads=1)
+        return job.special_tokens
+
+    assert tokens_of(config) == special
+    name, field = section.split(".")
+    changed = getattr(config, name).model_copy(update={field: str(path)})
+    continued = tokens_of(config.model_copy(update={name: changed}))
+    assert continued == special.model_copy(update={"bos": 0, "ends": (1, 499)})
 
 
 def test_key_depends_on_the_initial_checkpoint_and_not_its_path(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megacore.errors import ConversionError
 from megacore.foreign.files import shortened
 
 CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
 
 _PLAIN: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -60,13 +61,13 @@ class HfConfig:
         self._read = set[str]()
 
     @classmethod
-    def read(cls, directory: Path) -> "HfConfig":
-        """Read the configuration of a transformers directory.
+    def read(cls, directory: Path, name: str = CONFIG_NAME) -> "HfConfig":
+        """Read a configuration of a transformers directory.
 
         Raises:
             ConversionError: if the file cannot be read or is not a JSON object.
         """
-        path = directory / CONFIG_NAME
+        path = directory / name
         try:
             values = read_json(path)
         except OSError as error:
@@ -162,15 +163,16 @@ class HfConfig:
             )
         return known[name]
 
-    def token(self, key: str) -> int | None:
-        """Return the id of a special token, the first one of a list; None without a valid id."""
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """Return the valid ids of special tokens under `key`, whose value is an id or a list."""
         self._read.add(key)
         value = self.values.get(key)
-        if isinstance(value, list):
-            value = value[0] if value else None
-        return (
-            value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-        )
+        values = value if isinstance(value, list) else [value]
+        return tuple(each for each in values if type(each) is int and each >= 0)
+
+    def token(self, key: str) -> int | None:
+        """Return the first valid id of a special token under `key`, or None."""
+        return next(iter(self.tokens(key)), None)
 
 
 def _table(reasons: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

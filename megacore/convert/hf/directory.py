@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.artifact.files import access_errors, is_stored_zip, read_json, regular
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
-from megacore.convert.hf.config import HfConfig
+from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME, HfConfig
 from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
 from megacore.convert.inert import not_dense
@@ -47,10 +47,14 @@ def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
     transformers 5 ties the head of a T5 unless the files have weights for it.
 
     Raises:
-        ConversionError: if our models do not support the class or a value of its configuration, or
-            the files of a T5 are missing or damaged.
+        ConversionError: if our models do not support the class or a value of its configuration,
+            generation_config.json is damaged, or the files of a T5 are missing or damaged.
     """
     hf_class, spec = read_spec(HfConfig.read(directory))
+    if (directory / GENERATION_NAME).is_file():
+        ends = HfConfig.read(directory, GENERATION_NAME).tokens("eos_token_id")
+        special = spec.special_tokens.with_ends(ends, spec.vocab_size)
+        spec = spec.model_copy(update={"special_tokens": special})
     if spec.family != "t5":
         return hf_class, spec
     return hf_class, tied_as_in_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
@@ -139,9 +143,10 @@ class _InFp32(Mapping[str, Tensor]):
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the configuration and weight files of a transformers directory."""
+    """Return the configurations and weight files of a transformers directory."""
     patterns = (
-        "config.json",
+        CONFIG_NAME,
+        GENERATION_NAME,
         "model*.safetensors",
         INDEX_NAME,
         "pytorch_model*.bin",

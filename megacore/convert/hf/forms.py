@@ -180,7 +180,7 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
             family=hf_class.family,
             model=ModelConfig(**values),
             vocab_size=vocab_size,
-            special_tokens=_special_tokens(config, hf_class.family),
+            special_tokens=_special_tokens(config, hf_class.family, vocab_size),
         )
         check_model(spec.family, spec.model, 1)
     except ValueError as error:
@@ -239,11 +239,15 @@ def _counterpart_of(config: HfConfig) -> Counterpart:
     return by_type[0]
 
 
-def _special_tokens(config: HfConfig, family: Family) -> SpecialTokens:
+def _special_tokens(config: HfConfig, family: Family, vocab_size: int) -> SpecialTokens:
     """Return the special tokens in config.json, a subset of the tokenizer's."""
     end, pad = config.token("eos_token_id"), config.token("pad_token_id")
-    return SpecialTokens(
+    begin = config.token("bos_token_id") if family == "gpt" else None
+    known = begin is not None and begin < vocab_size and begin != end
+    special = SpecialTokens(
         eod=end,
         pad=0 if pad is None and family == "t5" else pad,
         sep=end if family == "t5" else None,
+        bos=begin if known else None,
     )
+    return special.with_ends(config.tokens("eos_token_id"), vocab_size)

@@ -73,7 +73,7 @@ def _affine(
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the class-specific values of config.json."""
-    model, eod = spec.model, spec.special_tokens.eod
+    model, special = spec.model, spec.special_tokens
     return {
         "n_positions": spec.max_position_embeddings,
         "n_embd": model.hidden_size,
@@ -86,8 +86,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "attn_pdrop": model.attention_dropout,
         "layer_norm_epsilon": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
+        "bos_token_id": special.begin,
+        "eos_token_id": special.eod,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

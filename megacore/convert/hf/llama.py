@@ -177,7 +177,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
     The values of rotary positions are those of both transformers 4 and 5.
     """
-    model, eod = spec.model, spec.special_tokens.eod
+    model, special = spec.model, spec.special_tokens
     model_type = counterpart(spec.family, model).model_type
     of = _CLASSES[model_type]
     values = {
@@ -191,8 +191,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         of.epsilon_key: model.layernorm_epsilon,
         "attention_dropout": model.attention_dropout,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
+        "bos_token_id": special.begin,
+        "eos_token_id": special.eod,
         "pad_token_id": None,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,

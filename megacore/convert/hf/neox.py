@@ -50,7 +50,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
     The values of rotary positions are those of both transformers 4 and 5.
     """
-    model, eod = spec.model, spec.special_tokens.eod
+    model, special = spec.model, spec.special_tokens
     return {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -66,8 +66,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "use_parallel_residual": model.parallel_residual,
         "rotary_pct": model.rotary_percent,
         "rotary_emb_base": model.rotary_base,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
+        "bos_token_id": special.begin,
+        "eos_token_id": special.eod,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
-from megacore.config.spec import ModelSpec
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import Dtype
-from megacore.convert.hf.config import CONFIG_NAME
+from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
+from megacore.tokenizer import load_tokenizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
@@ -89,7 +90,7 @@ def write_model(
     write_json(directory / CONFIG_NAME, model_config(spec, dtype))
     generation = generation_config(spec)
     if generation:
-        write_json(directory / "generation_config.json", generation)
+        write_json(directory / GENERATION_NAME, generation)
 
 
 def generation_config(spec: ModelSpec) -> dict[str, Any]:
@@ -97,26 +98,35 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
     special, eod = spec.special_tokens, spec.special_tokens.eod
     match spec.family:
         case "gpt":
-            ends = (
-                {}
-                if eod is None
-                else {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
-            )
-            return {**ends, **SAMPLING}
+            ids = {
+                "bos_token_id": special.begin,
+                "eos_token_id": _ends(eod, special),
+                "pad_token_id": eod,
+            }
+            return {key: value for key, value in ids.items() if value is not None} | SAMPLING
         case "t5":
             start = special.pad or 0
-            end = eod if special.sep is None else special.sep
+            end = _ends(eod if special.sep is None else special.sep, special)
             ends = {} if end is None else {"eos_token_id": end}
             return {"decoder_start_token_id": start, "pad_token_id": start, **ends}
         case "bert":
             return {}
 
 
-def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
+def _ends(first: int | None, special: SpecialTokens) -> int | list[int] | None:
+    """Return the tokens that end a text, `first` of them first, in transformers' form."""
+    ends = [each for each in dict.fromkeys((first, *special.ends)) if each is not None]
+    return ends if len(ends) > 1 else next(iter(ends), None)
+
+
+def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
     """Copy the tokenizer's files and set its `model_max_length` to the model's positions.
+
+    A tokenizer without a bos_token gets the model's, if it has one that is not eod.
 
     Raises:
         ConversionError: if the tokenizer's configuration cannot be read.
+        DataFormatError: if its other files are damaged.
     """
     path = source / _TOKENIZER_CONFIG
     try:
@@ -129,7 +139,14 @@ def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
         if (source / name).is_file():
             with workspace_errors(directory):
                 shutil.copyfile(source / name, directory / name)
-    write_json(directory / path.name, {**settings, "model_max_length": positions})
+    bos = spec.special_tokens.bos
+    if bos is not None and settings.get("bos_token") is None:
+        tokens = load_tokenizer(source).tokens()
+        if bos < len(tokens) and tokens[bos]:
+            settings["bos_token"] = tokens[bos]
+    write_json(
+        directory / path.name, {**settings, "model_max_length": spec.max_position_embeddings}
+    )
 
 
 def write_safetensors(
