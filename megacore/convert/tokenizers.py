@@ -4,7 +4,7 @@ Their files are copied, or converted to a tokenizer.json.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.files import read_json
 from megacore.config.spec import ModelSpec, SpecialTokens
@@ -21,6 +21,9 @@ from megacore.tokenizer.load import (
 )
 from megacore.tokenizer.vocabulary import SENTINEL, role_names, special_tokens
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ROLES = ("bos_token", "pad_token", "cls_token", "sep_token", "mask_token", "unk_token")
 _EXTRA_IDS = 100
@@ -123,6 +126,30 @@ def with_special_tokens(
     }
     merged = SpecialTokens(**(spelled.model_dump() | known))
     return spec.model_copy(update={"special_tokens": merged, "tokenizer_directory": str(directory)})
+
+
+def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+    """Return the end token that a source lacks for an encoder-decoder; None if it lacks none.
+
+    The encoders of transformers read sources with an end token, which most of their tokenizers
+    add. Those that megacore exports add none.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        model: transformers configuration of the model.
+    """
+    if not getattr(model, "is_encoder_decoder", False):
+        return None
+    end = end_id(tokenizer, model)
+    # Multilingual tokenizers add a language after the end.
+    return None if end in tokenizer("a")["input_ids"][1:] else end
+
+
+def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+    """Return the id of the end token from the model's configuration, or else its tokenizer."""
+    end = getattr(model, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return tokenizer.eos_token_id if end is None else int(end)
 
 
 def with_begin(spec: ModelSpec, directory: Path) -> ModelSpec:

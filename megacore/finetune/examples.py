@@ -23,6 +23,7 @@ from megacore.config.finetune_task import (
     Seq2SeqConfig,
     classification_settings,
 )
+from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.finetune.dataset import SPLITS, open_split, save_split
 from megacore.finetune.metrics import check_installed
@@ -156,7 +157,7 @@ def encode_texts(
     """Return the ids of each text or pair, truncated to `max_length`.
 
     If the tokenizer puts no special token between the texts of a pair, a line break separates them.
-    `end` is appended unless it is None.
+    `end` is appended, unless it is None or there are no ids.
     """
     pairs = None if second is None else list(rows[second])
     if pairs is not None and not tokenizer.num_special_tokens_to_add(pair=True):
@@ -170,7 +171,7 @@ def encode_texts(
         return_token_type_ids=segments,
     )
     suffix = [] if end is None else [end]
-    encoded: dict[str, Any] = {IDS: [[*ids, *suffix] for ids in tokenized[IDS]]}
+    encoded: dict[str, Any] = {IDS: [[*ids, *suffix] if ids else [] for ids in tokenized[IDS]]}
     if segments:
         encoded[SEGMENTS] = [
             [*kinds, *(kinds[-1:] if suffix else [])] for kinds in tokenized[SEGMENTS]
@@ -197,21 +198,8 @@ def text_encoder(
         second=second,
         max_length=max_length,
         segments=getattr(model, "type_vocab_size", 0) > 1,
-        end=missing_end(tokenizer, model) if getattr(model, "is_encoder_decoder", False) else None,
+        end=missing_end(tokenizer, model),
     )
-
-
-def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
-    """Return the id of the model's end token if its tokenizer does not append it, else None."""
-    end = end_id(tokenizer, model)
-    return None if end is None or tokenizer("a")[IDS][-1:] == [end] else end
-
-
-def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
-    """Return the id of the end token from the model's configuration, or else its tokenizer."""
-    end = getattr(model, "eos_token_id", None)
-    end = end[0] if isinstance(end, list) else end
-    return tokenizer.eos_token_id if end is None else int(end)
 
 
 _HEAD = "ForSequenceClassification"
@@ -359,11 +347,7 @@ def _check_positions(config: FinetuneConfig, model: Any) -> None:
 
 def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise ConfigError for a maximum length that leaves no room for text after special tokens."""
-    end_tokens = (
-        1
-        if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None
-        else 0
-    )
+    end_tokens = int(missing_end(tokenizer, model) is not None)
     single, needed = tokenizer.num_special_tokens_to_add(), dict[str, tuple[int, int]]()
     match config.task:
         case ClassificationConfig() as task:
@@ -374,7 +358,7 @@ def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokeni
             least = tokenizer.num_special_tokens_to_add(pair=True) + 2
             needed = {"max_length": (task.max_length, least)}
         case Seq2SeqConfig() as task:
-            needed = {"max_source_length": (task.max_source_length, single + 1)}
+            needed = {"max_source_length": (task.max_source_length, single + end_tokens + 1)}
             needed["max_target_length"] = (task.max_target_length, single + end_tokens + 1)
     for name, (length, least) in needed.items():
         if length < least:
@@ -411,7 +395,7 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
         )
 
 
-EXAMPLES_VERSION = 2
+EXAMPLES_VERSION = 3
 """Version of the stage; raised when its output changes."""
 TASK_NAME = "task.json"
 _SCRATCH = ".scratch"

@@ -12,6 +12,7 @@ import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.convert.model_card import render_card
+from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
 from megacore.finetune.pretrained import quiet
@@ -88,7 +89,7 @@ print(generator("Once upon a time", max_new_tokens=64)[0]["generated_text"])""",
 
 def finetuned_card(
     config: FinetuneConfig,
-    model: Any,
+    exported: "Exported",
     *,
     version: str,
     recorded: Mapping[str, Any],
@@ -99,13 +100,13 @@ def finetuned_card(
 
     Args:
         config: configuration of the fine-tuning.
-        model: loaded model.
+        exported: loaded directory.
         version: version of this package.
         recorded: `metrics.json` of the best model.
         report: measurements of the gate.
         facts: additional table rows, such as data and lineage.
     """
-    kind = config.task.kind
+    kind, model = config.task.kind, exported.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = (
         {"Fine-tuned from": config.model.path, "Task": _task(config)}
@@ -119,7 +120,7 @@ def finetuned_card(
         pipeline_tag=_TAGS[kind],
         tags=["megacore", "fine-tuned", model.config.model_type],
         auto_class=AUTO_CLASSES[kind],
-        usage=_usage(config),
+        usage=_usage(config, exported),
         facts={title: redact(value) for title, value in rows.items()},
         sections={
             "Metrics": _METRICS.format(
@@ -141,14 +142,17 @@ def finetuned_card(
     )
 
 
-def _usage(config: FinetuneConfig) -> str:
+def _usage(config: FinetuneConfig, exported: "Exported") -> str:
     task = config.task
     if task.kind == "classification":
         pair = task.sentence2_column is not None or task.glue not in (None, "cola", "sst2")
         example = '{"text": "A text.", "text_pair": "Another one."}' if pair else '"A text."'
         return _USAGE[task.kind].replace("{example}", example)
     if task.kind == "seq2seq":
-        used = _USAGE[task.kind].replace("{example}", repr(f"{task.source_prefix}A text to read."))
+        end = missing_end(exported.tokenizer, exported.model.config)
+        last = "" if end is None else exported.tokenizer.convert_ids_to_tokens(end)
+        source = f"{task.source_prefix}A text to read.{last}"
+        used = _USAGE[task.kind].replace("{example}", repr(source))
         return used.replace("{length}", str(task.max_target_length)).replace(
             "{beams}", str(task.num_beams)
         )
@@ -494,7 +498,7 @@ def export_best(
         (output / SAMPLE_NAME).write_text(sample, encoding="utf-8")
         card = finetuned_card(
             job.config,
-            exported.model,
+            exported,
             version=megacore.__version__,
             recorded=recorded,
             report=report,

@@ -12,6 +12,7 @@ import torch
 from megacore.artifact.files import workspace_errors
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
+from megacore.convert.tokenizers import end_id, missing_end
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.examples import (
     IDS,
@@ -19,7 +20,7 @@ from megacore.finetune.examples import (
     Mapper,
     Rows,
     check_columns,
-    end_id,
+    encode_texts,
     token_counts,
 )
 from megacore.finetune.metrics import Answer, text_metrics
@@ -100,7 +101,13 @@ def encode_seq2seq(
     columns = {"source_column": task.source_column, "target_column": task.target_column}
     for split, rows in splits.items():
         check_columns(rows, split, columns)
-    encode = partial(encode_pairs, tokenizer=tokenizer, task=task, end=end_id(tokenizer, model))
+    encode = partial(
+        encode_pairs,
+        tokenizer=tokenizer,
+        task=task,
+        end=end_id(tokenizer, model),
+        source_end=missing_end(tokenizer, model),
+    )
     samples = {}
     for split, rows in splits.items():
         texts = list(dict.fromkeys(columns.values()))
@@ -113,20 +120,33 @@ def encode_seq2seq(
 
 
 def encode_pairs(
-    rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", task: Seq2SeqConfig, end: int | None
+    rows: Rows,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    task: Seq2SeqConfig,
+    end: int | None,
+    source_end: int | None,
 ) -> dict[str, Any]:
     """Return the ids of each source and target, truncated to their maximum lengths.
 
-    Each target ends with `end`, unless that is None.
+    Each target ends with `end`, and `source_end` is appended to each source, unless they are None.
     """
-    options = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
-    sources = tokenizer(
-        [task.source_prefix + text for text in rows[task.source_column]],
+    column = task.source_column
+    sources = encode_texts(
+        {column: [task.source_prefix + text for text in rows[column]]},
+        tokenizer=tokenizer,
+        first=column,
+        second=None,
         max_length=task.max_source_length,
-        **options,
+        segments=False,
+        end=source_end,
     )
     targets = tokenizer(
-        text_target=list(rows[task.target_column]), max_length=task.max_target_length, **options
+        text_target=list(rows[task.target_column]),
+        max_length=task.max_target_length,
+        truncation=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
     )
     return {
         IDS: sources[IDS],

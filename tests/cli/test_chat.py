@@ -1,5 +1,6 @@
 """Text of one prompt or of each typed line, printed while it is generated."""
 
+import json
 import os
 import pty
 import select
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.cli.chat import CheckpointWriter, chat, transformers_writer, write_all
 from megacore.convert.model_source import find_model, find_tokenizer
@@ -105,9 +107,18 @@ def test_streamed_text_equals_that_of_the_whole_generation(
     assert capsys.readouterr().out == tokenizer.decode([*prompt, *new]) + "\n"
 
 
-def test_seq2seq_model_of_transformers_answers_like_its_own_generation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("added", [True, False], ids=["end added", "no end added"])
+def test_seq2seq_model_of_transformers_answers_like_its_own_generation(
+    tmp_path: Path, added: bool
+) -> None:
+    """A source has one end token, also if the tokenizer does not add it."""
     export = tmp_path / "export"
     write_model(export / "model", "blenderbot")
+    path = export / "model" / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values["post_processor"] is not None
+    if not added:
+        path.write_text(json.dumps(values | {"post_processor": None}), encoding="utf-8")
     writer = transformers_writer(export, GenerateOptions(max_new_tokens=8))
     assert writer is not None
     assert writer.answers
@@ -117,9 +128,12 @@ def test_seq2seq_model_of_transformers_answers_like_its_own_generation(tmp_path:
 
     tokenizer = AutoTokenizer.from_pretrained(export / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(export / "model")
-    inputs = tokenizer("the cat sees", return_tensors="pt").to(model.device)
-    inputs.pop("token_type_ids", None)
-    written = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)[0]
+    ids = tokenizer("the cat sees", add_special_tokens=False)["input_ids"]
+    inputs = torch.tensor([[*ids, model.config.eos_token_id]])
+    mask = torch.ones_like(inputs)
+    written = model.generate(
+        inputs, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=1
+    )[0]
     assert "".join(pieces) == tokenizer.decode(written, skip_special_tokens=True)
     assert len(pieces) > 1
     with pytest.raises(ConfigError, match="the text has 101 tokens and the model 64 positions"):

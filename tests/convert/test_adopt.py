@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens
+from megacore.convert.tokenizers import adopt_tokenizer, missing_end, with_special_tokens
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer, load_tokenizer
@@ -54,6 +54,28 @@ def test_the_end_of_document_is_the_eos_or_the_sep_token(tmp_path: Path) -> None
     assert adopt(tmp_path, tmp_path / "own").eod_token == "<|endoftext|>"
     path.write_text(json.dumps({"sep_token": "q"}))
     assert adopt(tmp_path, tmp_path / "sep").eod_token == "q"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [("$A", 2), ("$A </s>", None), ("<s> $A </s>", None), ("$A </s> <en>", None), ("</s> $A", 2)],
+)
+def test_a_source_lacks_the_end_that_its_tokenizer_does_not_add(
+    template: str, expected: int | None
+) -> None:
+    import tokenizers
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "a": 1, "</s>": 2, "<en>": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=list(vocabulary.items())
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    for end in (2, [2, 3], None):
+        model = PretrainedConfig(is_encoder_decoder=True, eos_token_id=end)
+        assert missing_end(tokenizer, model) == expected
+    assert missing_end(tokenizer, PretrainedConfig(eos_token_id=2)) is None
 
 
 def test_settings_without_an_end_of_document_are_refused(tmp_path: Path) -> None:

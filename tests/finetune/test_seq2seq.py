@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, DataFormatError, DownloadError
-from megacore.finetune.export import Exported, sample_text
+from megacore.finetune.export import Exported, _usage, sample_text
 from megacore.finetune.metrics import ANSWERS_NAME, read_answers, write_answers
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import SHOWN_ANSWERS, SplitScorer, build_task
@@ -111,7 +111,9 @@ def test_copies_are_learned_and_scored(blenderbot: Path, accelerator: Any) -> No
     assert end["rougeLsum"] == pytest.approx(end["rougeL"])  # the texts have one sentence each
 
 
-def test_exported_t5_has_targets_with_end_tokens(tmp_path: Path, accelerator: Any) -> None:
+def test_sources_and_targets_of_an_exported_t5_end_with_the_end_token(
+    tmp_path: Path, accelerator: Any
+) -> None:
     export = write_export(tmp_path / "export", "t5")
     for split in ("train", "valid"):
         write_rows(tmp_path / f"data/{split}.jsonl", copy_rows(6))
@@ -120,7 +122,14 @@ def test_exported_t5_has_targets_with_end_tokens(tmp_path: Path, accelerator: An
     examples, pretrained = prepare(config, tmp_path)
     task = build_task(config, examples, pretrained)
     model: Any = task.build_model()
-    assert all(row["labels"][-1] == model.config.eos_token_id for row in task.split("train") or [])
+    end = model.config.eos_token_id
+    rows = list(task.split("train") or [])
+    assert rows
+    assert all((row["input_ids"][-1], row["labels"][-1]) == (end, end) for row in rows)
+    assert all(row["input_ids"].count(end) == 1 for row in rows)
+    token = task.tokenizer.convert_ids_to_tokens(end)
+    usage = _usage(config, Exported(model, task.tokenizer))
+    assert f"tokenizer('A text to read.{token}', return_tensors" in usage
     start = scores(task, model, accelerator)
     learn(task, model, 3)
     assert scores(task, model, accelerator)["loss"] < start["loss"]

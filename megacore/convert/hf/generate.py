@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megacore.convert.hf.config import HfConfig
+from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError
 from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions
@@ -41,6 +42,7 @@ class TransformersWriter:
         self._model = load_exported(directory).to(self._device)
         self._tokenizer = load_exported_tokenizer(directory)
         self.answers = bool(self._model.config.is_encoder_decoder)
+        self._end = missing_end(self._tokenizer, self._model.config)
 
     def write(self, text: str, emit: Callable[[str], object]) -> None:
         """Generate from `text`, and call `emit` with each piece of new text.
@@ -48,11 +50,12 @@ class TransformersWriter:
         Raises:
             ConfigError: the text is empty or too long, or the model refuses an option.
         """
-        inputs = self._tokenizer(text, return_tensors="pt").to(self._device)
-        inputs.pop("token_type_ids", None)
-        ids = inputs["input_ids"][0]
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        if ids and self._end is not None:
+            ids = [*ids, self._end]
         self._check_length(len(ids))
-        pieces = _Pieces(self._tokenizer, emit, () if self.answers else ids.tolist())
+        inputs = torch.tensor([ids], device=self._device)
+        pieces = _Pieces(self._tokenizer, emit, () if self.answers else ids)
         options = self._options
         settings: dict[str, Any] = {"do_sample": options.samples, "num_beams": 1}
         if options.samples:
@@ -63,7 +66,8 @@ class TransformersWriter:
         try:
             with torch.inference_mode():
                 self._model.generate(
-                    **inputs,
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
                     **settings,
                     max_new_tokens=self._limit(len(ids)),
                     streamer=pieces,
