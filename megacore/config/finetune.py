@@ -307,12 +307,6 @@ def _check_launch(config: "FinetuneConfig") -> None:
             "launch.data_placement is node_local: a fine-tuning reads and writes one directory "
             "that all its machines see; set it to shared"
         )
-    ranks = config.launch.nproc_per_node
-    if ranks != "auto" and ranks < 1:
-        raise ValueError(
-            f"launch.nproc_per_node is {ranks}: a fine-tuning needs at least one rank; use 1 or "
-            "more"
-        )
 
 
 def _check_files(config: "FinetuneConfig") -> None:

@@ -74,7 +74,7 @@ def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple
         if launch.nproc_per_node not in ("auto", len(slots)):
             raise ConfigError(
                 f"launch.nproc_per_node is {launch.nproc_per_node} and {host} has {len(slots)} "
-                f"slots in hostfile {path}: set launch.nproc_per_node to auto"
+                f"slots in hostfile {path}: leave launch.nproc_per_node out, or set it to auto"
             )
     return taking_part
 

@@ -95,7 +95,8 @@ class LaunchConfig(Section):
     one."""
     nproc_per_node: int | Literal["auto"] = keyed("auto", resolved=("finetune", "find-batch-size"))
     """Ranks per host; auto means the hostfile's slots, else one per GPU, else (without a GPU) the
-    ranks of one replica (tensor x pipeline)."""
+    ranks of one replica: tensor x context x pipeline for a pretraining, one for a fine-tuning. A
+    hostfile in an extending file or override removes an inherited number."""
     rdzv_endpoint: str | None = unkeyed(None, min_length=1)
     """Address `host:port` or `host` at which the ranks of several hosts connect; null means the
     first host's address as the other hosts reach it, and a free port there."""
@@ -162,10 +163,10 @@ class LaunchConfig(Section):
     @field_validator("nproc_per_node")
     @classmethod
     def _ranks_of_a_host_are_few(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
-        if value != "auto" and value > MOST_SLOTS:
+        if value != "auto" and not 1 <= value <= MOST_SLOTS:
             raise ValueError(
-                f"launch.nproc_per_node is {value}: give the ranks of a host, at most "
-                f"{MOST_SLOTS:,}, or auto"
+                f"launch.nproc_per_node is {value}: give the ranks of a host, at least 1 and "
+                f"at most {MOST_SLOTS:,}, or auto"
             )
         return value
 

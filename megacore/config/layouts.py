@@ -191,8 +191,6 @@ def refused(
 def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
     if ranks is None:
         return None
-    if ranks < 1:
-        return Refusal(f"launch.nproc_per_node is {ranks}", "at least one rank is needed")
     replica = asked.tensor * asked.context * asked.pipeline
     if ranks % replica == 0:
         return None

@@ -51,6 +51,7 @@ _WHOLE: dict[Location, str] = {
 }
 """Advice for values of union types, whichever alternative pydantic tried."""
 _KERNELS = ("train", "kernels")
+_LAUNCH = ("launch",)
 WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
 _EXTENDS = "extends"
@@ -255,6 +256,8 @@ def _read_values(
             "deep: give a key of docs/reference.md"
         )
     merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
+    if isinstance(launch := merged.values.get("launch"), dict):
+        _drop_inherited_ranks(launch, {"hostfile": overrides.get("launch.hostfile")})
     for key, value in overrides.items():
         _set_dotted(merged.values, key, value)
     merged = merged._replace(values=_with_workspace(merged.values))
@@ -339,9 +342,11 @@ def _merge(
     """Return the mapping `base` with `values` merged over it: only mappings merge.
 
     A mapping that names its `kind` is complete, where kinds have different fields: it replaces the
-    one in `base`.
+    one in `base`. A hostfile replaces the number of ranks per host, too.
     """
     merged = dict(base)
+    if location == _LAUNCH:
+        _drop_inherited_ranks(merged, values)
     for key, value in values.items():
         if isinstance(value, dict):
             old, place = merged.get(key), (*location, key)
@@ -353,6 +358,15 @@ def _merge(
             value = _merge(old, value, schema, place)
         merged[key] = value
     return merged
+
+
+def _drop_inherited_ranks(launch: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Remove `nproc_per_node` from the section `launch` if `values` over it give a hostfile.
+
+    The slots of the hostfile are the ranks of its hosts; the number was chosen for other hosts.
+    """
+    if values.get("hostfile") is not None:
+        launch.pop("nproc_per_node", None)
 
 
 def _other(kind: _Kind) -> _Kind:

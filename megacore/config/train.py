@@ -208,8 +208,8 @@ class TrainConfig(Section):
                 numbers[1]
             ):
                 raise ValueError(
-                    f"skip_samples has {item!r}: give a sample's number, such as 4096, or the "
-                    "first and last, such as 4096-4127"
+                    f"train.skip_samples has {item!r}: give a sample's number, such as 4096, or "
+                    "the first and last, such as 4096-4127"
                 )
         return value
 

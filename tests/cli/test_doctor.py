@@ -1,14 +1,17 @@
 """`megacore doctor` on this host only."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.cli.doctor import EXIT_CODE
+from megacore.cli.doctor import EXIT_CODE, _launch
+from megacore.doctor.subject import RunData, Subject, needs_of
 from megacore.errors import ConfigError, MegacoreError
+from tests.config.test_load import CONF_DIR
 from tests.doctor._made import write_tokens
 
 _OTHER_EXIT_CODES = {error.exit_code for error in MegacoreError.__subclasses__()} | {0, 1}
@@ -66,6 +69,23 @@ def test_a_table_lists_all_checks(tmp_path: Path) -> None:
     for pair in report["pairs"]:  # none on a machine with a single GPU
         assert pair["hosts"][0] == pair["hosts"][1]
         assert pair["mb_64_gb_s"] > 0
+
+
+def test_the_documented_commands_have_the_ranks_of_the_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = CONF_DIR.parent
+    monkeypatch.chdir(root)
+    text = (root / "docs" / "doctor.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\$ megacore doctor --hostfile hosts --conf (\S+)(.*)$", text, re.M)
+    assert len(commands) > 1
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"host-{number} slots=8\n" for number in range(4)), encoding="utf-8")
+    for conf, rest in commands:
+        launch, config = _launch(conf, re.findall(r"-o (\S+)", rest), {"hostfile": path})
+        subject = Subject.of_launch(launch, tmp_path, config, RunData())
+        assert set(subject.hosts.values()) == {8}
+        assert needs_of(subject, "cpu", "fp32") is not None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megacore.config import RunConfig, load_config, load_finetune_config
+from megacore.config.hostfile import hosts_of
 from megacore.errors import ConfigError
 from tests.config._finetune import minimal as finetuning
 from tests.config.test_load import minimal
@@ -105,6 +106,31 @@ def test_the_last_of_several_bases_wins_and_names_are_not_inherited(write: Write
     # what `two` extends is part of it
     assert (config.optim.lr, config.optim.weight_decay) == (minimal()["optim"]["lr"], 0.3)
     assert load_config(write("three", {"extends": "one", "name": "mine"})).name == "mine"
+
+
+def test_a_hostfile_replaces_an_inherited_number_of_ranks(write: Write) -> None:
+    def ranks(path: str, overrides: dict[str, Any] | None = None) -> dict[str, int]:
+        return hosts_of(load_config(path, overrides).launch)
+
+    Path("hosts").write_text("a slots=1\nb slots=1\n", encoding="utf-8")
+    over = {"launch.hostfile": "hosts"}
+    hosts = {"a": 1, "b": 1}
+    base = write("base", minimal(), launch={"nproc_per_node": 2})
+    extends = {"extends": "base"}
+    assert ranks(base, over) == hosts
+    assert ranks(write("one", extends, launch={"hostfile": "hosts"})) == hosts
+    assert ranks(write("two", {"extends": "one"})) == hosts
+    assert ranks(write("three", {"extends": ["base", "one"]})) == hosts
+    # a number that is given with the hostfile, or over it, is compared with the slots
+    for path, overrides in (
+        (base, {**over, "launch.nproc_per_node": 2}),
+        (base, {"launch": {"nproc_per_node": 2}, **over}),
+        (write("four", extends, launch={"hostfile": "hosts", "nproc_per_node": 2}), None),
+        (write("five", {"extends": "one"}, launch={"nproc_per_node": 2}), None),
+    ):
+        with pytest.raises(ConfigError, match=r"is 2 and a has 1 slots .*: leave launch\.nproc"):
+            ranks(path, overrides)
+    assert load_config(base, {"launch.hostfile": None}).launch.nproc_per_node == 2
 
 
 def test_a_base_is_found_beside_the_file_before_conf(write: Write, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_confs_have_the_tutorials_settings() -> None:
         ),
         (
             {"launch.nproc_per_node": 0},
-            "launch.nproc_per_node is 0: a fine-tuning needs at least one rank",
+            "launch.nproc_per_node is 0: give the ranks of a host, at least 1 and at most 4,096",
         ),
         (
             {"launch.accelerate_config": 3},

@@ -311,7 +311,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"tp": 4, "ranks": 1},
         "1 rank is not a multiple of parallel.tensor_model_parallel_size 4",
     ),
-    "no rank": ({"ranks": 0}, "launch.nproc_per_node is 0: at least one rank is needed"),
 }
 
 

@@ -252,7 +252,9 @@ def test_all_wrong_values_are_named_in_one_message(conf: Callable[..., str]) -> 
     [
         ({"train.global_batch_size": 9}, ("9", "2"), "use 10"),
         ({"launch.nproc_per_node": 3}, ("8", "2 x 3 data-parallel ranks = 6"), "use 12"),
-        ({"launch.nproc_per_node": 0}, ("launch.nproc_per_node is 0",), "at least one rank"),
+        ({"launch.nproc_per_node": 0}, ("launch.nproc_per_node is 0",), "at least 1 and"),
+        ({"launch.nproc_per_node": -1}, ("launch.nproc_per_node is -1",), "at least 1 and"),
+        ({"train.skip_samples": ["5-2"]}, ("train.skip_samples has '5-2'",), "first and last"),
         ({"model.num_attention_heads": 5}, ("32", "5"), "choose heads that divide it"),
         ({"model.max_position_embeddings": 32}, ("64", "32"), "at least 64"),
         ({"optim.min_lr": 0.1}, ("0.1", "0.001"), "lower it"),

@@ -263,6 +263,23 @@ def test_hostfile_and_ssh_config_name_the_trainers() -> None:
         assert settings["hostname"] in SERVICES[name]["environment"]["SSHD_ADDRESS"]
 
 
+def test_the_documented_training_has_a_rank_on_each_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megacore.config import load_config, parse_overrides
+    from megacore.config.hostfile import hosts_of
+    from megacore.plan.layouts import layout_of
+
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (command,) = re.findall(r"-m flows\.pretrain (.*hostfile.*)", text)
+    conf = re.findall(r"--conf (\S+)", command)
+    config = load_config(*conf, parse_overrides(re.findall(r"-o (\S+)", command)))
+    hosts = hosts_of(config.launch)
+    assert hosts == dict.fromkeys(TRAINERS, 1)
+    assert layout_of(config, sum(hosts.values()), 8192).data == len(TRAINERS)
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/**/*.sh")), ids=lambda path: path.name)
 def test_scripts_are_executable_and_valid(path: Path) -> None:
     assert path.stat().st_mode & 0o111
