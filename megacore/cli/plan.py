@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megacore.plan.search_result import SearchResult
 
 _TOP = 10
+_MOST_GPUS = 1_000_000
+"""Most GPUs of a search, ten times those of the largest cluster; it takes seconds."""
 
 
 def plan(
@@ -39,7 +41,8 @@ def plan(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="find the fastest layouts")] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="with --search: number of GPUs, or of CPU cores")
+        int | None,
+        typer.Option(min=1, max=_MOST_GPUS, help="with --search: number of GPUs, or of CPU cores"),
     ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, help="with --search: price of a GPU for an hour")
@@ -229,13 +232,12 @@ def _searched(
     conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, *, top: int, front: bool
 ) -> tuple["RunConfig", "SearchResult"]:
     """Return the configuration and the result of its search."""
-    from megacore.config import load_config
     from megacore.hardware import Hardware
     from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.search import search
     from megacore.plan.vocabulary import expected_vocab_size
 
-    config = load_config(conf, overrides)
+    config = _searchable(conf, overrides)
     if name is None:
         detected = Hardware.detect()
         machine = machine_of(detected, detected.resolve_precision(config.train.precision))
@@ -243,6 +245,26 @@ def _searched(
         machine = load_machine(name)
     vocab_size = expected_vocab_size(config.data.tokenizer)
     return config, search(config, vocab_size, machine, gpus, top=top, front=front)
+
+
+def _searchable(conf: str, overrides: Mapping[str, Any]) -> "RunConfig":
+    """Return the configuration whose layout is searched.
+
+    Raises ConfigError, which names an override of a value that the search chooses itself.
+    """
+    from megacore.config import load_config
+    from megacore.errors import ConfigError
+    from megacore.plan.search_result import CHOSEN
+
+    try:
+        return load_config(conf, overrides)
+    except ConfigError as error:
+        for key in CHOSEN:
+            if key in overrides and key in str(error):
+                raise ConfigError(
+                    f"{error}; --search chooses {key} itself: leave -o {key} out"
+                ) from error
+        raise
 
 
 def _print_search(result: "SearchResult", price: float | None) -> None:

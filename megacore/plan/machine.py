@@ -203,6 +203,11 @@ def load_machine(name: str, directory: Path | None = None) -> Machine:
             f"exists{nearest(name, known)}"
         )
     content = read_yaml(candidate)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{candidate} is no mapping of hardware values: give a file such as those of "
+            f"{HARDWARE_DIR}"
+        )
     try:
         return Machine.model_validate(content)
     except ValidationError as error:

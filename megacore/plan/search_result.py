@@ -23,6 +23,22 @@ _ERRORS = {"A100": 0.06, "H100": 0.074}
 """Mean errors of predicted times against published runs, by a word of the device's name: A100 on
 one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
 
+CHOSEN = (
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.recompute_num_layers",
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.pipeline_partition",
+    "parallel.context_parallel_size",
+    "parallel.delay_weight_gradients",
+    "parallel.data_parallel_sharding",
+    "deepspeed.zero_stage",
+)
+"""Dotted keys that `Choice.values` may set."""
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -171,6 +171,10 @@ def test_plan_predicts_a_table(tmp_path: Path) -> None:
         (["gpt2-tiny", "--search"], "--search needs the number of GPUs"),
         (["gpt2-tiny", "--gpus", "8", "--price", "2"], "--gpus, --price given without --search"),
         (["gpt2-tiny", "--search", "--gpus", "8", "--draw", "a.svg"], "use --chart"),
+        (
+            ["gpt2-tiny", "--search", "--gpus", "8", "-o", "parallel.delay_weight_gradients=true"],
+            "; --search chooses parallel.delay_weight_gradients itself: leave",
+        ),
         (["gpt2-tiny", "--search", "--gpus", "8", "--chart", "a.pdf"], "--chart a.pdf: pictures"),
         (["gpt2-tiny", "--search", "--gpus", "8", "--write", "no/a.yaml"], "no is no directory"),
     ],
@@ -179,6 +183,15 @@ def test_plan_refuses_options_that_contradict(arguments: list[str], problem: str
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert problem in str(result.exception)
+
+
+def test_plan_refuses_more_gpus_than_it_can_search() -> None:
+    arguments = ["plan", "gpt2-tiny", "--search", "--hardware", "h100", "--gpus"]
+    result = CliRunner().invoke(app, [*arguments, "1000001"])
+    assert result.exit_code == 2
+    assert "--gpus" in result.output
+    largest = CliRunner().invoke(app, [*arguments, "1000000"])
+    assert "no layout of gpt2-tiny on 1000000 devices" in str(largest.exception)
 
 
 def test_stop_ends_the_run_of_that_name_or_path(tmp_path: Path) -> None:

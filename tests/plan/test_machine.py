@@ -53,6 +53,14 @@ def test_a_wrong_value_is_named_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
+def test_a_file_of_another_kind_is_refused_without_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "passwd"
+    path.write_text("root:x:0:0\nmail:x:8:8\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is no mapping of hardware values: give") as error:
+        load_machine(str(path))
+    assert "root" not in str(error.value).replace(str(tmp_path), "")
+
+
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no hardware named 'h1000'.*did you mean h100\?"):
         load_machine("h1000")

@@ -18,7 +18,7 @@ from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB
 from megacore.plan.search import FILLED, _Group, _Space, launch_values, search, search_around
-from megacore.plan.search_result import Choice, Partition, SearchResult
+from megacore.plan.search_result import CHOSEN, Choice, Partition, SearchResult
 from megacore.plan.table import memory_of
 
 VOCAB = 2000
@@ -143,6 +143,7 @@ def test_chosen_values_give_the_same_layout_when_a_file_has_them(result_13b: Sea
     result = result_13b
     config = load_config("gpt2-13b-3d", GPT_13B)
     for each in result.best[:3]:
+        assert set(each.choice.values(config)) <= set(CHOSEN)
         values = each.choice.values(config) | launch_values(config, result.machine, 64)
         assert load_config("gpt2-13b-3d", GPT_13B | values) == each.iteration.config
     slurm = config.model_copy(update={"launch": config.launch.model_copy(update={"kind": "slurm"})})
