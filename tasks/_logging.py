@@ -46,14 +46,22 @@ class SentenceFilter(logging.Filter):
 
 
 class EventFilter(logging.Filter):
-    """Filter that drops the content of events that a server did not take.
+    """Filter that drops lines about events that say nothing of the run.
 
-    Prefect warns of the lost connection in another line.
+    These are the content of events that a server did not take (Prefect warns of the lost connection
+    in another line), and a flow run's heartbeat that comes after the run has ended.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for a line that shows a whole event."""
-        return not str(record.msg).startswith("Service %r failed to process item")
+        """Return False for a line that shows a whole event, or a heartbeat that is too late."""
+        message = str(record.msg)
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        too_late = (
+            message == "Error emitting event: prefect.flow-run.heartbeat"
+            and isinstance(error, RuntimeError)
+            and "stopped service" in str(error)
+        )
+        return not too_late and not message.startswith("Service %r failed to process item")
 
 
 def shorten_user_errors() -> None:
@@ -68,6 +76,7 @@ def shorten_user_errors() -> None:
         redact_log(logger)
     for name in ("EventsWorker", "APILogWorker"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn of each wait, however short
-    services = logging.getLogger("prefect._internal.concurrency")
-    if not any(isinstance(known, EventFilter) for known in services.filters):
-        services.addFilter(EventFilter())
+    for name in ("prefect._internal.concurrency", "prefect.events.utilities"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, EventFilter) for known in logger.filters):
+            logger.addFilter(EventFilter())
