@@ -86,12 +86,14 @@ class TokenReport:
     largest_id: int | None
 
 
-def find_prefixes(path: str | Path) -> tuple[str, ...]:
+def find_prefixes(
+    path: str | Path, accepted: str = "a pair of token files or its directory"
+) -> tuple[str, ...]:
     """Return the prefixes (paths without .bin/.idx) of the token files at a path.
 
     The path is that of a pair of token files, with or without the suffix, or a directory of the
     tokenize stage, which for several sources refers to several pairs. Raises DataFormatError if
-    there are none.
+    there are none; the message tells to give what `accepted` names.
     """
     if Path(path).is_dir():
         return token_prefixes(path)
@@ -103,12 +105,9 @@ def find_prefixes(path: str | Path) -> tuple[str, ...]:
             str(other.with_suffix(""))
             for other in Path(name).parent.glob(f"{Path(name).name}*.idx")
         )[:3]
-        hint = (
-            f": did you mean {' or '.join(similar)}?"
-            if similar
-            else ": give a pair of token files or its directory"
-        )
-        raise DataFormatError(f"{idx_path(name)} does not exist{hint}")
+        hint = f"did you mean {' or '.join(similar)}?" if similar else f"give {accepted}"
+        absent = idx_path(name) if similar or os.path.lexists(path) else path
+        raise DataFormatError(f"{absent} does not exist: {hint}")
     return (name,)
 
 

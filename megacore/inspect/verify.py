@@ -55,6 +55,11 @@ _HASH_THREADS = 4
 _BEST = "best"
 """Folder of the best model in a fine-tuning's directory."""
 _RUN_FILE = "run.json"
+_ACCEPTED = (
+    "the path of token files without .bin/.idx, or the directory of token files, index maps, "
+    "another artifact, a checkpoint or a run, or a workspace"
+)
+"""Paths that can be checked, for messages."""
 OnRead = Callable[[int], None]
 """Callback that receives the number of bytes of each block that was read."""
 
@@ -127,7 +132,7 @@ def verify(path: str | Path) -> Iterator[Check]:
     """
     place = Path(path)
     if not place.is_dir():
-        for prefix in find_prefixes(path):
+        for prefix in find_prefixes(path, _ACCEPTED):
             yield from verify_tokens(prefix)
             yield from _verify_adjacent_manifest(prefix)
     elif is_index_directory(place):
@@ -144,10 +149,12 @@ def verify(path: str | Path) -> Iterator[Check]:
     elif (place / MANIFEST_NAME).exists():
         yield from verify_manifest(place)
     else:
-        raise DataFormatError(
-            f"{place} holds neither token files of the tokenize stage, nor index maps, nor a "
-            f"{MANIFEST_NAME}: for other token files give their path without .bin/.idx"
-        )
+        if not any(place.iterdir()):
+            raise DataFormatError(
+                f"{place} is empty: a workspace has nothing to check before its first run; else "
+                f"give {_ACCEPTED}"
+            )
+        raise DataFormatError(f"{place} holds nothing that can be checked: give {_ACCEPTED}")
 
 
 def verify_tokens(prefix: str) -> Iterator[Check]:
@@ -349,9 +356,18 @@ def _examine_member(member: Path, root: Path, on_read: OnRead | None) -> Iterato
         yield from _examine_run(member, root, on_read)
     elif (member / MANIFEST_NAME).exists():
         yield from _examine_artifact(member, root, on_read)
-    elif not is_locked(member) and member.exists():  # its run is not just beginning
+    else:
+        yield from _incomplete(member, root)
+
+
+def _incomplete(directory: Path, root: Path) -> Iterator[Unchecked]:
+    """Yield that `directory`, which has no manifest, is not complete, unless something works on it.
+
+    A run that is just beginning is locked.
+    """
+    if not is_locked(directory) and directory.exists():
         yield Unchecked(
-            member.relative_to(root).as_posix(),
+            directory.relative_to(root).as_posix(),
             "not complete",
             f"it has no {MANIFEST_NAME}, and nothing works on it: the same `make pretrain` or "
             "`make finetune` command completes it",
@@ -378,8 +394,12 @@ def _examine_artifact(directory: Path, root: Path, on_read: OnRead | None) -> It
 
 
 def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
-    """Check a run's manifest, which lists the markers of checkpoints, and each checkpoint."""
+    """Check a run's job file, its manifest, which lists the markers of checkpoints, and these."""
     files: dict[str, FileEntry] = {}
+    if (run / _RUN_FILE).exists():
+        yield from _examine_job_file(run, root)
+        if not (run / MANIFEST_NAME).exists():
+            yield from _incomplete(run, root)
     if (run / MANIFEST_NAME).exists():
         try:
             files = Manifest.read(run).files
@@ -401,6 +421,34 @@ def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Resu
     listed = (checkpoint_directories(run / name) for name in (CHECKPOINTS_NAME, _BEST))
     for directory in dict.fromkeys([*markers, *(path for paths in listed for path in paths)]):
         yield from _examine_checkpoint(directory, root, markers.get(directory, {}), on_read)
+
+
+def _examine_job_file(run: Path, root: Path) -> Iterator[Result]:
+    """Yield the damage of a run's job file, if any."""
+    path = run / _RUN_FILE
+    name = path.relative_to(root).as_posix()
+    try:
+        problem = "" if isinstance(read_json(path), dict) else "it holds no JSON object"
+    except FileAccessError as error:
+        yield Unchecked(name, "not readable", str(error))
+        return
+    except OSError as error:
+        fault = unreadable(error, path)
+        if fault is not None:
+            yield Unchecked(name, "not readable", str(fault))
+            return
+        problem = "" if isinstance(error, FileNotFoundError) else str(error.strerror)
+    except ValueError as error:
+        problem = f"it cannot be parsed: {error}"
+    if problem:
+        # Without the manifest the stage runs again, from the last checkpoint.
+        paths = filter(Path.exists, (path, run / MANIFEST_NAME))
+        yield Damage(
+            name,
+            problem,
+            _delete(*paths),
+            "the same `make pretrain` or `make finetune` command writes it again",
+        )
 
 
 def _examine_checkpoint(
@@ -451,5 +499,6 @@ def _compare_checkpoint(
     yield Damage(name, "; ".join(problems), command, remedy)
 
 
-def _delete(path: Path) -> str:
-    return f"rm {'-r ' if path.is_dir() else ''}-- {shlex.quote(str(path))}"
+def _delete(*paths: Path) -> str:
+    flags = ["-r"] if any(path.is_dir() for path in paths) else []
+    return shlex.join(["rm", *flags, "--", *map(str, paths)])

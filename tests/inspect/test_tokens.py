@@ -58,7 +58,10 @@ def test_a_path_without_text_document_is_refused_with_a_suggestion(tmp_path: Pat
     prefix = write_tokens(tmp_path / "a_text_document", [5])
     with pytest.raises(DataFormatError, match=rf"a\.idx does not exist: did you mean {prefix}\?"):
         find_prefixes(tmp_path / "a")
-    with pytest.raises(DataFormatError, match=r"b\.idx does not exist: give a pair"):
+    with pytest.raises(DataFormatError, match=r"/b does not exist: give a pair"):
+        find_prefixes(tmp_path / "b")
+    (tmp_path / "b").touch()
+    with pytest.raises(DataFormatError, match=r"/b\.idx does not exist: give a pair"):
         find_prefixes(tmp_path / "b")
 
 

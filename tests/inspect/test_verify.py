@@ -15,6 +15,7 @@ from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect import index as index_checks
+from megacore.inspect import verify as verification
 from megacore.inspect.verify import Check, Damage, Unchecked, examine, verify
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import entry, write_documents
@@ -140,11 +141,17 @@ def test_damage_of_an_artifact_is_refused_by_file(
         results(artifact)
 
 
-def test_a_directory_without_known_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataFormatError, match=r"holds neither token files .* nor index maps, nor a manifest\.json"
-    ):
-        results(tmp_path)
+def test_a_path_without_known_files_is_refused_with_all_that_can_be_checked(
+    tmp_path: Path,
+) -> None:
+    kinds = "give the path of token files .*, index maps, .* a checkpoint or a run, or a workspace"
+    with pytest.raises(DataFormatError, match=f"{tmp_path} is empty: a workspace has .* {kinds}"):
+        examined(tmp_path)
+    (tmp_path / "other").touch()
+    with pytest.raises(DataFormatError, match=f"{tmp_path} holds nothing that .*: {kinds}"):
+        examined(tmp_path)
+    with pytest.raises(DataFormatError, match=f"{tmp_path}/none does not exist: {kinds}"):
+        examined(tmp_path / "none")
 
 
 @pytest.fixture(
@@ -424,6 +431,40 @@ def test_a_run_that_is_just_beginning_is_not_damaged(workspace: Path) -> None:
     assert "command completes it" in result.reason
 
 
+def test_a_run_without_a_manifest_is_not_complete_unless_something_works_on_it(
+    workspace: Path,
+) -> None:
+    run = workspace / "runs" / "4567"
+    (run / "manifest.json").unlink()
+    assert examined(workspace)["runs/4567"] == "not complete"
+    assert examined(run)["4567"] == "not complete"
+    with lock(run):
+        assert set(examined(workspace).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_a_damaged_job_file_of_a_run_is_found(workspace: Path, content: str) -> None:
+    run = workspace / "runs" / "4567"
+    (run / "run.json").write_text(content)
+    both = f"|rm -- {run}/run.json {run}/manifest.json|the same `make pretrain`"
+    assert both in examined(workspace)["runs/4567/run.json"]
+    (run / "manifest.json").unlink()
+    (run / "checkpoints").rename(workspace / "elsewhere")
+    results = examined(workspace)
+    assert f"|rm -- {run}/run.json|" in results["runs/4567/run.json"]
+    assert results["runs/4567"] == "not complete"
+
+
+def test_a_job_file_that_cannot_be_read_now_is_not_to_be_deleted(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(verification, "read_json", fail)
+    assert examined(workspace)["runs/4567/run.json"] == "not readable"
+
+
 @pytest.mark.parametrize("name", ["imported", "checkpoints", "best"])
 def test_a_checkpoint_outside_a_run_is_imported_or_copied_again(workspace: Path, name: str) -> None:
     folder = workspace / "copies" / name
@@ -438,7 +479,7 @@ def test_a_damaged_best_model_costs_its_fine_tuning(workspace: Path) -> None:
     run = workspace / "runs" / "4567"
     (run / "checkpoints").rename(run / "best")
     (run / "manifest.json").unlink()
-    assert set(examined(run).values()) == {"ok"}
+    assert set(examined(run).values()) == {"ok", "not complete"}
     (run / "best" / "iter_0000020" / "__0_0.distcp").unlink()
     result = examined(workspace)["runs/4567/best/iter_0000020"]
     assert f"__0_0.distcp is missing|rm -r -- {run}|the same `make finetune`" in result
