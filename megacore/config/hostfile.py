@@ -134,7 +134,8 @@ def read_hostfile(
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = "it is no text" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError(
-            f"hostfile {path} cannot be read: {reason}: correct launch.hostfile"
+            f"hostfile {path} cannot be read: {reason}: give a file with a line `host slots=N` for "
+            "each machine"
         ) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

@@ -99,13 +99,19 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
 
 
 def data_at(path: Path, vocab_size: int | None) -> RunData:
-    """Return the token files at a prefix or in a directory. Raises ConfigError, DataFormatError."""
+    """Return the token files at a prefix or in a directory, whether or not the prefix exists.
+
+    Raises ConfigError without `vocab_size`, or DataFormatError for a directory without token files.
+    """
     if vocab_size is None:
         raise ConfigError(
             f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must "
             "be below"
         )
-    return RunData(find_prefixes(path), vocab_size)
+    if path.is_dir():
+        return RunData(find_prefixes(path), vocab_size)
+    name = str(path).removesuffix(".bin").removesuffix(".idx")
+    return RunData((name,), vocab_size)  # the check `tokens` reports missing files
 
 
 def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None:

@@ -10,7 +10,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.config.spec import ModelSpec
 from megacore.doctor.examine import examine
 from megacore.doctor.subject import RunData, Subject, data_at, data_of, needs_of, own_name
-from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.errors import ConfigError, DataFormatError, ParallelLayoutError
 from megacore.models.parameters import parameter_count
 from megacore.plan.memory import whole_muon_elements
 from tests.train import _runs
@@ -47,6 +47,10 @@ def test_configured_token_files_are_examined_before_a_run(prepared: Path) -> Non
 def test_token_files_are_given_by_directory_or_prefix(prepared: Path) -> None:
     prefix = str(prepared / "data" / "tokens_text_document")
     assert data_at(prepared / "data", 61) == data_at(Path(prefix), 61) == RunData((prefix,), 61)
+    missing = str(prepared / "missing")
+    assert data_at(Path(f"{missing}.idx"), 61) == RunData((missing,), 61)
+    with pytest.raises(DataFormatError, match="has neither token files nor"):
+        data_at(Path(prefix).parent.parent, 61)
     with pytest.raises(ConfigError, match="give --vocab-size too"):
         data_at(Path(prefix), None)
 

@@ -73,7 +73,7 @@ def test_invalid_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, me
 def test_missing_hostfile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"absent cannot be read: No such file or directory: correct launch\.hostfile",
+        match=r"absent cannot be read: No such file or directory: give a file with a line",
     ):
         read_hostfile(tmp_path / "absent")
 
