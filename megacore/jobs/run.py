@@ -41,9 +41,14 @@ class RankJob(Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a job file. Raises ConfigError if it is invalid, or FileAccessError."""
+        """Read a job file. Raises ConfigError if it is missing or invalid, or FileAccessError."""
         try:
             return cls.model_validate(read_json(path))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path} does not exist: give the job file of a stage, such as run.json in a "
+                "run's directory"
+            ) from error
         except (OSError, ValueError) as error:  # ValidationError is a ValueError
             raise ConfigError(
                 f"{path} is not a job written by this version of megacore: {_reason(error)}"

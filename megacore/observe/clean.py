@@ -233,19 +233,25 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
     for job in jobs:
         try:
             values: dict[str, Any] = read_json(job)
+        except (OSError, ValueError) as error:
+            raise _unknown_inputs(job, f"cannot be read ({error})") from error
+        try:
             if "examples_directory" in values:
                 paths = [values["examples_directory"], values["pretrained_directory"]]
             else:
                 paths = [*values["token_prefixes"], values["index_directory"]]
                 paths.append(values["tokenizer_directory"])
             keys.update(*(Path(path).parts for path in paths))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WorkspaceError(
-                f"{job} cannot be read ({type(error).__name__}: {error}), so the inputs of this "
-                f"run are unknown, and nothing was removed: delete {job.parent} if you do not need "
-                "the run"
-            ) from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _unknown_inputs(job, "was not written by this version of megacore") from error
     return keys
+
+
+def _unknown_inputs(job: Path, reason: str) -> WorkspaceError:
+    return WorkspaceError(
+        f"{job} {reason}, so the inputs of this run are unknown, and nothing was removed: delete "
+        f"{job.parent} if you do not need the run"
+    )
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.jobs.run import RankJob
+from megacore.errors import ConfigError
+from megacore.jobs.run import RankJob, TrainJob
 from megacore.ranks.rank import gpu_variables, run_rank
 
 
@@ -26,6 +27,14 @@ def run_with_missing_job(
         run_rank(RankJob, lambda job: None, ["--config", "absent.json", *arguments])
     assert isinstance(caught.value.code, int)
     return caught.value.code, os.environ.pop("LOCAL_RANK", None)
+
+
+def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json does not exist: give the job file of a"):
+        TrainJob.read(tmp_path / "none.json")
+    (tmp_path / "none.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not a job written by this version of megacore: "):
+        TrainJob.read(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,7 @@ def test_every_entry_point_accepts_local_rank(module: str) -> None:
         "--local-rank=0",
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "absent.json is not a job" in result.stderr
+    assert "absent.json does not exist" in result.stderr
     assert "unrecognized arguments" not in result.stderr
 
 
