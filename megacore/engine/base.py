@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
-from megacore.models.base import SampleSources
+from megacore.models.base import LossTotals
 from megacore.models.leak_check import check_documents
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -142,7 +142,7 @@ class Engine(Protocol):
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return the sum of each loss over the target tokens and their number.
 
@@ -151,7 +151,8 @@ class Engine(Protocol):
         Args:
             batches: ids [b, width] on the engine's device for each of this rank's micro batches.
             sizes: b of each micro batch.
-            sources: sources of all samples; None for no losses by source.
+            totals: sums of earlier micro batches, to which those of these are added; None for
+                none, and no losses by source.
 
         Returns:
             fp64 [terms + POSITION_BUCKETS + sources, 2], the losses in the order of `loss_names`,

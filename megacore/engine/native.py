@@ -20,7 +20,7 @@ from megacore.data_parallel.grad_sync import GradSync
 from megacore.data_parallel.sharding import Sharding
 from megacore.engine.base import Reduced, StageEngine, Update, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
-from megacore.models.base import SampleSources
+from megacore.models.base import LossTotals
 from megacore.models.layers.embedding import Embedding
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
@@ -173,18 +173,18 @@ class NativeEngine(StageEngine):
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
         fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
         if self._gatherer is None:
-            return self._stage.loss_sum(batches, sizes, sources)
+            return self._stage.loss_sum(batches, sizes, totals)
         passes = torch.tensor(len(sizes), device=self.device)
         all_reduce_(passes, self._mesh.data_context_parallel, MAX)
         with self._gatherer.gathered_root():
-            total = self._stage.loss_sum(batches, sizes, sources)
+            total = self._stage.loss_sum(batches, sizes, totals)
             for _ in range(int(passes) - len(sizes)):
                 self._gatherer.forward_without_samples()
         return total

@@ -121,7 +121,9 @@ class SampleSources:
 
 
 class LossTotals:
-    """Sums of the losses of several micro batches.
+    """Sums of the losses of several micro batches, which may come from several calls.
+
+    The order of the additions does not depend on the number of calls, and neither do the bits.
 
     Attributes:
         total: fp64 [terms + POSITION_BUCKETS + sources, 2]: sum and number of the values of each

@@ -13,7 +13,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data_parallel.grad_sync import Contributions, GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
-from megacore.models.base import Losses, LossTotals, SampleSources, loss_sums
+from megacore.models.base import Losses, LossTotals, loss_sums
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.models.init import initial_weights
@@ -243,7 +243,7 @@ class Stage:
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return, for each loss, the sum and the number of the values that count, without dropout.
 
@@ -251,13 +251,16 @@ class Stage:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
                 `reads_tokens`.
             sizes: samples (b) of each micro batch.
-            sources: sources of all samples; None for no losses by source.
+            totals: sums of earlier micro batches, to which those of these are added; None for
+                none, and no losses by source.
 
         Returns:
             fp64 [terms + POSITION_BUCKETS + sources, 2]: the losses in the order of `loss_names`,
             then `lm_loss` by position and by source; zeros on all stages but the last.
         """
-        work = _Scoring(self, batches, sources)
+        work = _Scoring(
+            self, batches, totals or LossTotals(len(self.loss_names), None, self.device)
+        )
         for chunk in self.chunks:
             chunk.eval()
         try:
@@ -402,11 +405,9 @@ class _Training(_Work):
 
 
 class _Scoring(_Work):
-    def __init__(
-        self, stage: Stage, batches: Iterator[Tensor], sources: SampleSources | None
-    ) -> None:
+    def __init__(self, stage: Stage, batches: Iterator[Tensor], totals: LossTotals) -> None:
         super().__init__(stage, batches)
-        self._totals = LossTotals(len(stage.loss_names), sources, stage.device)
+        self._totals = totals
 
     @property
     def total(self) -> Tensor:

@@ -97,6 +97,7 @@ class RunCheckpoints:
             self.root, asynchronous=keep.asynchronous, beat=mesh.beat, **self._keep
         )
         self._consumed_samples: dict[int, int] = {}
+        self._begun_at: dict[int, Path] = {}
         self._progress_due = 0.0
 
     def resume(self, state: TrainState) -> Path | None:
@@ -132,6 +133,7 @@ class RunCheckpoints:
             with reading(path):
                 self._check(path)
                 self._load(path, state, another_run=True)
+            self._begun_at[state.iteration] = path
         elif self._config.train.pretrained_checkpoint is not None:
             first = Path(self._config.train.pretrained_checkpoint)
             with reading(first):
@@ -199,8 +201,8 @@ class RunCheckpoints:
         return next(reversed(complete_checkpoints(self.root)), None)
 
     def path_of(self, iteration: int) -> Path:
-        """Return the path of an iteration's checkpoint."""
-        return self.root / directory_name(iteration)
+        """Return the path of an iteration's checkpoint, another run's where this one began."""
+        return self._begun_at.get(iteration, self.root / directory_name(iteration))
 
     def _beat_load(self) -> None:
         """Report progress: reading a large checkpoint may take longer than the stall limit."""

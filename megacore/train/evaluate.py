@@ -1,8 +1,10 @@
 """Loss over a fixed set of samples, shared among the ranks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,10 +15,23 @@ from megacore.config.run import RunConfig
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
-from megacore.models.base import LM_LOSS, POSITION_BUCKETS, SampleSources, bucket_width
+from megacore.models.base import (
+    LM_LOSS,
+    POSITION_BUCKETS,
+    LossTotals,
+    SampleSources,
+    bucket_width,
+)
 from megacore.observe.logging import perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.step import loaded, reader
+
+BetweenRounds = Callable[[float], float]
+"""Function that evaluations call between two rounds on all ranks, with this rank's seconds of the
+last round. It returns those of the slowest rank. It may raise an error, on all ranks alike, which
+ends the evaluation."""
+_ROUND_SECONDS = 1.0
+"""Seconds of a round below which the next one is twice as long."""
 
 
 class PositionLoss(NamedTuple):
@@ -101,12 +116,12 @@ class Scored(Protocol):
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return the sum and the token count of each loss, of `lm_loss` by position and source.
 
         The result is fp64 [terms + POSITION_BUCKETS + sources, 2]. `batches` has the ids [b, width]
-        of micro batches, `sizes` the b of each, `sources` the sources of all their samples. See
+        of micro batches, `sizes` the b of each; they are added to `totals`. See
         `megacore.engine.base.Engine`.
         """
         ...
@@ -120,8 +135,11 @@ def evaluate(
     micro_batch_size: int,
     mesh: ProcessMesh,
     device: torch.device,
+    between: BetweenRounds | None = None,
 ) -> Evaluation:
     """Compute the mean losses of the first `samples` samples, each scored once in any layout.
+
+    The result is the same, bit for bit, for any division into rounds.
 
     Args:
         model: this rank's part of the model.
@@ -130,20 +148,22 @@ def evaluate(
         micro_batch_size: samples per forward pass; the last pass may have fewer.
         mesh: the ranks that share the work; all get the same result.
         device: device of the model.
+        between: function to call between rounds of about a second; None means one round.
 
     Raises:
         DataFormatError: no sample has a label that counts.
     """
     replicas = mesh.data_parallel
     batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
+    totals = LossTotals(len(model.loss_names), _sources_of(dataset, batches), device)
+    longest = len(batches_of_rank(samples, micro_batch_size, 0, replicas.size))
     with PrefetchingIterator(
         reader(dataset, device), batches if model.reads_tokens else ()
     ) as read:
-        total = model.loss_sum(
-            loaded(read, device, mesh),
-            [len(batch) for batch in batches],
-            _sources_of(dataset, batches),
-        )
+        ids = loaded(read, device, mesh)
+        for number in _rounds(longest, mesh.pipeline_parallel.size, device, between):
+            sizes = [len(batch) for batch in batches[number.start : number.stop]]
+            total = model.loss_sum(islice(ids, len(sizes)), sizes, totals)
     for group in (mesh.data_context_parallel, mesh.pipeline_parallel):
         if group.size > 1:
             with mesh.time("world wait"):
@@ -177,6 +197,33 @@ def evaluate(
     )
 
 
+def _rounds(
+    count: int, stages: int, device: torch.device, between: BetweenRounds | None
+) -> Iterator[range]:
+    """Yield the micro batches of each round, the same on all ranks.
+
+    A round begins when a pipeline is empty, so the first has one micro batch per stage, and the
+    next ones are longer as long as they take less than about a second.
+    """
+    if between is None:
+        yield range(count)
+        return
+    first, size = 0, stages
+    while True:
+        started = time.monotonic()
+        yield range(first, min(first + size, count))
+        first += size
+        if first >= count:
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the exchange that follows waits for the device anyway
+        slowest = between(time.monotonic() - started)
+        if slowest < _ROUND_SECONDS:
+            size *= 2
+        elif slowest > 2 * _ROUND_SECONDS:
+            size = max(stages, size // 2)
+
+
 def _sources_of(dataset: Dataset, batches: Sequence[range]) -> SampleSources | None:
     """Return the sources of the samples of micro batches; None if all are of one source."""
     if len(dataset.sources) < 2:
@@ -194,6 +241,7 @@ def evaluate_split(
     micro_batch_size: int,
     mesh: ProcessMesh,
     device: torch.device,
+    between: BetweenRounds | None = None,
 ) -> Evaluation:
     """Compute the losses that define `valid_ppl` and `test_ppl`.
 
@@ -207,6 +255,7 @@ def evaluate_split(
         micro_batch_size: samples per forward pass.
         mesh: the ranks that share the work; all get the same result.
         device: device of the model.
+        between: see `evaluate`.
 
     Raises:
         DataFormatError: no sample has a label that counts.
@@ -218,6 +267,7 @@ def evaluate_split(
         micro_batch_size=micro_batch_size,
         mesh=mesh,
         device=device,
+        between=between,
     )
 
 

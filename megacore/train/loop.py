@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import megacore
 from megacore.checkpoint.collective import RankGroup
@@ -37,6 +38,10 @@ from megacore.train.source_losses import SourceLossEstimator, named_losses
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
 from megacore.train.stop import StopReason, StopRequest
+
+
+class _SignalledError(Exception):
+    """A rank received a signal during an evaluation; raised on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +135,9 @@ class Trainer:
             self._stop.signals(),
             memory_errors(self._config, rank, self.state, vocab_size=vocab_size),
         ):
-            self._start()
+            reason = self._start()
             try:
-                reason = self._train()
+                reason = reason or self._train()
                 self._checkpoints.wait()
                 logger.info(datetime_line("after training is done"))
             finally:
@@ -159,8 +164,12 @@ class Trainer:
                     return reason
         return None
 
-    def _start(self) -> None:
-        """Resume from a checkpoint, if any, record the start, and run a missed validation."""
+    def _start(self) -> StopReason | None:
+        """Resume from a checkpoint, if any, record the start, and run a missed validation.
+
+        Returns the reason to stop at once: a signal during that validation, for which there is
+        nothing to save.
+        """
         path = self._checkpoints.resume(self.state)
         self._require_samples()
         self._recorder.event(
@@ -178,15 +187,16 @@ class Trainer:
             train_iters=self._config.train.train_iters,
             **self._prediction(),
         )
-        due = (
-            self.state.iteration > 0
-            and self.state.iteration % self._config.train.eval_interval == 0
-        )
-        if path is not None and Marker.read(path).validation_loss is None:
-            # The previous attempt skipped them because of a signal.
-            if due:
+        if path is None or Marker.read(path).validation_loss is not None:
+            return None
+        # The previous attempt skipped them because of a signal.
+        try:
+            if self.state.iteration > 0 and self._evaluation_due:
                 self._evaluate()
             self._measure_perplexity()
+        except _SignalledError:
+            return "signal"
+        return None
 
     def _require_samples(self) -> None:
         """Raise DataFormatError if the train split ends before the run does."""
@@ -257,37 +267,76 @@ class Trainer:
         if save_failed:
             self._checkpoints.wait()  # raises the error, on all ranks after the same iteration
         self._checkpoints.poll()
-        last = state.iteration == config.train.train_iters
-        reason = None if last else self._stop.reason(requests, state.iteration)
-        if state.iteration % config.train.log_interval == 0 or last:
+        reason = self._reason(requests)
+        if state.iteration % config.train.log_interval == 0 or self._is_last:
             self._log(update)
-        evaluates = state.iteration % config.train.eval_interval == 0 or last
-        saves = state.iteration % config.checkpoint.save_interval == 0 or last or reason is not None
-        if evaluates or saves:
+        saves = state.iteration % config.checkpoint.save_interval == 0 or self._is_last
+        if self._evaluation_due or saves or reason is not None:
             with self._meter.paused():
-                # A signal leaves only a few seconds, which the checkpoint needs.
-                if evaluates and reason != "signal":
+                reason = self._evaluate_and_save(reason, saves=saves)
+        return reason
+
+    def _evaluate_and_save(self, reason: StopReason | None, *, saves: bool) -> StopReason | None:
+        """Evaluate if it is due, and save if `saves` or if there is a reason to stop.
+
+        Takes the reason that the update brought and returns the present one. A signal leaves only a
+        few seconds, which the checkpoint needs: it skips or ends the measurements, and the next
+        start makes up for them.
+        """
+        validation = None
+        if reason != "signal":
+            try:
+                if self._evaluation_due:
                     self._evaluate()
                     reason = self._reason_after_validation()
-                    saves = saves or reason is not None
-                if saves:
-                    validation = None
-                    if reason != "signal":
-                        validation = self._measure_perplexity()
-                        reason = self._reason_after_validation()
-                    self._mesh.beat("save")
-                    self._checkpoints.save(state, validation)
+                if reason != "signal" and (saves or reason is not None):
+                    validation = self._measure_perplexity()
+                    # Nothing is left to do after the last iteration.
+                    reason = None if self._is_last else self._reason_after_validation()
+            except _SignalledError:
+                reason = "signal"
+        if saves or reason is not None:
+            self._mesh.beat("save")
+            self._checkpoints.save(self.state, validation)
         return reason
+
+    @property
+    def _is_last(self) -> bool:
+        return self.state.iteration == self._config.train.train_iters
+
+    @property
+    def _evaluation_due(self) -> bool:
+        """True if the loss on the validation samples is due after this iteration."""
+        return self.state.iteration % self._config.train.eval_interval == 0 or self._is_last
+
+    def _reason(self, notices: Sequence[bool]) -> StopReason | None:
+        """Return the reason to stop after this iteration; after the last one, only a signal is."""
+        reason = self._stop.reason(notices, self.state.iteration)
+        return None if self._is_last and reason != "signal" else reason
 
     def _reason_after_validation(self) -> StopReason | None:
         """Return the reason to stop after this iteration, which may be new since its update.
 
         Collective. A validation can take long, so the ranks exchange their notices again.
         """
-        if self.state.iteration == self._config.train.train_iters:
-            return None
         notices = zip(*self._ranks.everywhere(self._stop.notices), strict=True)
-        return self._stop.reason([any(each) for each in notices], self.state.iteration)
+        return self._reason([any(each) for each in notices])
+
+    def _between_rounds(self, seconds: float) -> float:
+        """Return the slowest rank's seconds of a round of an evaluation. Collective.
+
+        Raises _SignalledError on all ranks if one received a signal.
+        """
+        notices = torch.tensor(
+            [float(self._stop.signal is not None), seconds], device=self._engine.device
+        )
+        if self._mesh.world_size > 1:
+            with self._mesh.time("world wait"):
+                dist.all_reduce(notices, dist.ReduceOp.MAX)
+        signal, slowest = notices.tolist()
+        if signal:
+            raise _SignalledError
+        return float(slowest)
 
     def _notices(self) -> tuple[bool, ...]:
         """Return this rank's notices for the exchange of losses."""
@@ -313,7 +362,10 @@ class Trainer:
             self._source_losses.clear()
 
     def _evaluate(self) -> None:
-        """Report the loss over `train.eval_iters` validation batches, the same ones each time."""
+        """Report the loss over `train.eval_iters` validation batches, the same ones each time.
+
+        Raises _SignalledError if a signal ends the evaluation.
+        """
         train, data = self._config.train, self._data.valid
         samples = min(train.eval_iters * train.global_batch_size, len(data))
         if samples == 0:
@@ -325,6 +377,7 @@ class Trainer:
             micro_batch_size=train.micro_batch_size,
             mesh=self._mesh,
             device=self._engine.device,
+            between=self._between_rounds,
         )
         self._recorder.evaluation(
             self.state.iteration,
@@ -336,7 +389,10 @@ class Trainer:
         )
 
     def _measure_perplexity(self) -> Evaluation:
-        """Measure and report `valid_ppl` of the present weights."""
+        """Measure and report `valid_ppl` of the present weights.
+
+        Raises _SignalledError if a signal ends the measurement.
+        """
         started = time.monotonic()
         self._mesh.beat("validation")
         result = evaluate_split(
@@ -347,6 +403,7 @@ class Trainer:
             micro_batch_size=self._config.train.micro_batch_size,
             mesh=self._mesh,
             device=self._engine.device,
+            between=self._between_rounds,
         )
         self._recorder.perplexity(
             self.state.iteration,

@@ -51,7 +51,10 @@ class StopLimits:
 
 
 class StopRequest:
-    """Request to end this run early, agreed upon by all ranks in each iteration."""
+    """Request to end this run early, agreed upon by all ranks in each iteration.
+
+    Signals are also agreed upon within evaluations.
+    """
 
     def __init__(
         self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None

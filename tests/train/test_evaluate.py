@@ -18,12 +18,11 @@ from megacore.models.base import (
     POSITION_BUCKETS,
     LossTerm,
     LossTotals,
-    SampleSources,
     bucket_width,
     loss_sums,
 )
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
+from megacore.train.evaluate import BetweenRounds, Evaluation, batches_of_rank, evaluate
 from tests._dist import run_distributed
 from tests.train import _runs
 
@@ -59,9 +58,9 @@ class Model:
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
-        totals = LossTotals(2, sources, torch.device("cpu"))
+        assert totals is not None
         for size, tokens in zip(sizes, batches, strict=True):
             assert len(tokens) == size
             # every third label does not count, so that samples have different numbers of tokens
@@ -95,14 +94,17 @@ def blended(data: Path) -> BlendedDataset:
     return BlendedDataset(members, directory, "test", (3, 1))
 
 
-def score_blend(data: Path, mesh: ProcessMesh) -> Evaluation:
+def score_blend(
+    data: Path, mesh: ProcessMesh, size: int = 4, between: BetweenRounds | None = None
+) -> Evaluation:
     return evaluate(
         MaskedModel(),
         blended(data),
         samples=13,
-        micro_batch_size=4,
+        micro_batch_size=size,
         mesh=mesh,
         device=torch.device("cpu"),
+        between=between,
     )
 
 
@@ -169,6 +171,51 @@ def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) ->
         assert [each.loss for each in result.by_position] == pytest.approx(columns, rel=1e-12)
 
 
+def test_rounds_do_not_change_a_bit_and_last_about_a_second(data: Path) -> None:
+    seconds = iter([0.2, 0.9, 1.5, 5.0])  # 13 micro batches in rounds of 1, 2, 4, 4, and 2
+    rounds: list[float] = []
+
+    def between(measured: float) -> float:
+        rounds.append(measured)
+        return next(seconds)
+
+    whole = score_blend(data, ProcessMesh.serial(), size=1)
+    assert score_blend(data, ProcessMesh.serial(), size=1, between=between) == whole
+    assert len(rounds) == 4
+    assert all(0 <= each < 60 for each in rounds)
+
+
+def test_an_error_between_rounds_ends_the_evaluation(data: Path) -> None:
+    sizes: list[int] = []
+
+    class Counted(MaskedModel):
+        def loss_sum(
+            self,
+            batches: Iterator[Tensor],
+            sizes_of: Sequence[int],
+            totals: LossTotals | None = None,
+        ) -> Tensor:
+            sizes.append(len(sizes_of))
+            return super().loss_sum(batches, sizes_of, totals)
+
+    def between(measured: float) -> float:
+        if len(sizes) == 2:
+            raise KeyError("stop")
+        return 0.0
+
+    with pytest.raises(KeyError, match="stop"):
+        evaluate(
+            Counted(),
+            blended(data),
+            samples=13,
+            micro_batch_size=1,
+            mesh=ProcessMesh.serial(),
+            device=torch.device("cpu"),
+            between=between,
+        )
+    assert sizes == [1, 2]
+
+
 def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
     micro_batch_sizes: list[list[int]] = []
@@ -178,7 +225,7 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
             self,
             batches: Iterator[Tensor],
             sizes: Sequence[int],
-            sources: SampleSources | None = None,
+            totals: LossTotals | None = None,
         ) -> Tensor:
             assert next(batches, None) is None
             micro_batch_sizes.append(list(sizes))

@@ -3,19 +3,23 @@
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megacore.artifact.workspace import STOP_FILE
 from megacore.checkpoint.format import read_tracker
+from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
+from megacore.models.base import LossTotals
+from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
-from megacore.train.loop import Trainer
 from megacore.train.stop import StopRequest
 from tests._dist import run_distributed
 from tests.train import _runs
@@ -40,21 +44,40 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_with_action(
-    iteration: int, action: Callable[[], None], config: RunConfig, data: Path, directory: Path
+    iteration: int,
+    action: Callable[[], None],
+    config: RunConfig,
+    data: Path,
+    directory: Path,
+    *,
+    attempt: int = 1,
 ) -> None:
     """Train, and call `action` while iteration `iteration` is computed."""
+    train_with_call(iteration, action, config, data, directory, "forward_backward", attempt)
+
+
+def train_with_call(
+    number: int,
+    action: Callable[[], None],
+    config: RunConfig,
+    data: Path,
+    directory: Path,
+    method: str,
+    attempt: int = 1,
+) -> None:
+    """Train, and call `action` before call `number` of a method of the engine, from 1."""
     mesh = _runs.mesh(config)
-    with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
+    with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, directory, mesh, recorder)
         engine: Any = trainer._engine
-        forward_backward, calls = engine.forward_backward, iter(range(1, 100))
+        call, calls = getattr(engine, method), iter(range(1, 1000))
 
-        def intercepted(*arguments: Any, **options: Any) -> None:
-            if next(calls) == iteration:
+        def intercepted(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == number:
                 action()
-            forward_backward(*arguments, **options)
+            return call(*arguments, **options)
 
-        engine.forward_backward = intercepted
+        setattr(engine, method, intercepted)
         trainer.run()
 
 
@@ -131,30 +154,138 @@ def test_resumed_run_does_the_validation_a_signal_prevented(data: Path, tmp_path
         assert [event["iteration"] for event in _runs.events(tmp_path, kind)] == [3, 6]
 
 
-@pytest.mark.parametrize("validation", ["_evaluate", "_measure_perplexity"])
-def test_signal_within_a_validation_ends_the_run_after_one_save(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validation: str
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the micro batches of each round; a busy host does not change their number."""
+    monkeypatch.setattr("megacore.train.evaluate._ROUND_SECONDS", 1e9)
+    sizes: list[int] = []
+    loss_sum = Stage.loss_sum
+
+    def recorded(
+        stage: Stage, batches: Iterator[Tensor], counts: Sequence[int], *totals: LossTotals
+    ) -> Tensor:
+        sizes.append(len(counts))
+        return loss_sum(stage, batches, counts, *totals)
+
+    monkeypatch.setattr(Stage, "loss_sum", recorded)
+    return sizes
+
+
+def preempt() -> None:
+    """Send SIGTERM to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def reported(directory: Path, kind: str, value: str) -> list[tuple[int, float]]:
+    """Return iteration and value of each event."""
+    return [(event["iteration"], event[value]) for event in _runs.events(directory, kind)]
+
+
+@pytest.mark.parametrize("number", [2, 5], ids=["validation", "perplexity"])
+def test_signal_within_a_validation_ends_it_and_the_resumed_run_repeats_it(
+    data: Path, tmp_path: Path, rounds: list[int], number: int
 ) -> None:
-    config = run(eval_interval=3).model_copy(
+    train = run(eval_interval=3)
+    config = train.model_copy(
         update={"checkpoint": _runs.config(checkpoint={"save_interval": 3}).checkpoint}
     )
-    validate = getattr(Trainer, validation)
-
-    def interrupted(trainer: Trainer) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return validate(trainer)
-
-    monkeypatch.setattr(Trainer, validation, interrupted)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _runs.train(config, data, whole)
+    assert rounds[:5] == [1, 2, 1, 1, 2]  # 4 micro batches of the validation, then the perplexity
+    rounds.clear()
     with pytest.raises(PreemptedError, match="stopped at iteration 3 of 6"):
-        _runs.train(config, data, tmp_path)
-    assert exits(tmp_path) == [("signal", 3)]
-    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [3]
-    measured = [3] if validation == "_measure_perplexity" else []
-    assert [event["iteration"] for event in _runs.events(tmp_path, "perplexity")] == measured
+        train_with_call(number, preempt, config, data, stopped, "loss_sum")
+    assert len(rounds) == number
+    assert exits(stopped) == [("signal", 3)]
+    assert reported(stopped, "checkpoint", "validation_loss") == [(3, None)]
+    assert _runs.events(stopped, "perplexity") == []
+    _runs.train(config, data, stopped, attempt=2)
+    assert_same_run(whole, stopped, 6)
+    for kind, value in (("evaluation", "lm_loss"), ("perplexity", "valid_loss")):
+        measured = reported(stopped, kind, value)
+        assert sorted(set(measured)) == reported(whole, kind, value)
+    assert len(_runs.events(stopped, "perplexity")) == 2
+
+
+def at_the_end(number: int, method: str, config: RunConfig, data: Path, directory: Path) -> None:
+    """Train with a signal that leaves no time for the final evaluation."""
+    with pytest.raises(PreemptedError, match=r"stopped at iteration 6 of 6 since a signal"):
+        train_with_call(number, preempt, config, data, directory, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "scored"),
+    [("forward_backward", 6, 0), ("loss_sum", 2, 2), ("loss_sum", 3, 3), ("loss_sum", 5, 5)],
+)
+def test_signal_at_the_last_iteration_saves_first_and_the_next_start_evaluates(
+    data: Path,
+    whole: Path,
+    tmp_path: Path,
+    rounds: list[int],
+    method: str,
+    number: int,
+    scored: int,
+) -> None:
+    at_the_end(number, method, run(), data, tmp_path)
+    assert len(rounds) == scored
+    assert exits(tmp_path) == [("signal", 6)]
+    assert reported(tmp_path, "checkpoint", "validation_loss") == [(6, None)]
+    _runs.train(run(), data, tmp_path, attempt=2)
+    assert exits(tmp_path) == [("signal", 6), ("finished", 6)]
+    for kind, value in (("evaluation", "lm_loss"), ("perplexity", "valid_loss")):
+        assert set(reported(tmp_path, kind, value)) == set(reported(whole, kind, value))
+    assert len(_runs.events(tmp_path, "perplexity")) == 1
+    weights = [
+        read_tensors(directory / "checkpoints/iter_0000006") for directory in (whole, tmp_path)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_signal_after_the_last_measurement_lets_the_run_finish(
+    data: Path, tmp_path: Path, rounds: list[int]
+) -> None:
+    _runs.train(run(), data, tmp_path / "first")
+    last = len(rounds)
+    train_with_call(last, preempt, run(), data, tmp_path / "second", "loss_sum")
+    assert exits(tmp_path / "second") == [("finished", 6)]
+    (loss,) = reported(tmp_path / "second", "checkpoint", "validation_loss")
+    assert loss == (
+        6,
+        pytest.approx(_runs.events(tmp_path / "first", "perplexity")[0]["valid_loss"]),
+    )
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["same run", "another run"])
+def test_signal_within_a_missed_validation_leaves_it_to_the_next_start(
+    data: Path, tmp_path: Path, rounds: list[int], *, another: bool
+) -> None:
+    config, first, second = run(eval_interval=3), tmp_path / "first", tmp_path / "first"
+    with pytest.raises(PreemptedError):
+        train_with_action(3, preempt, config, data, first)
+    checkpoint = first / "checkpoints/iter_0000003"
+    if another:
+        second = tmp_path / "second"
+        config = config.model_copy(
+            update={"resume": config.resume.model_copy(update={"checkpoint": str(checkpoint)})}
+        )
+    with pytest.raises(
+        PreemptedError, match=rf"iteration 3 of 6 since .*: {checkpoint} is complete"
+    ):
+        train_with_call(2, preempt, config, data, second, "loss_sum", attempt=2)
+    assert len(rounds) == 2
+    assert exits(second)[-1] == ("signal", 3)
+    assert _runs.events(second, "evaluation") == []
+    _runs.train(config, data, second, attempt=3)
+    assert exits(second)[-1] == ("finished", 6)
+    for kind in ("evaluation", "perplexity"):
+        assert [event["iteration"] for event in _runs.events(second, kind)] == [3, 6]
 
 
 def stop_two_ranks(data: Path, root: Path) -> list[str]:
-    """Train twice; only rank 1 gets the signal and only rank 0 sees the stop file."""
+    """Train three times; only rank 1 gets the signals and only rank 0 sees the stop file.
+
+    The last run has two pipeline stages, and the signal comes in the second round of a validation.
+    """
     rank, messages = int(os.environ["RANK"]), []
     kill = partial(os.kill, os.getpid(), signal.SIGUSR1) if rank == 1 else _nothing
     if rank == 0:
@@ -164,6 +295,13 @@ def stop_two_ranks(data: Path, root: Path) -> list[str]:
         with pytest.raises(TrainingStoppedError) as caught:
             train_with_action(2, action, run(), data, root / name)
         messages.append(str(caught.value))
+    two = _runs.config(parallel={"pipeline_model_parallel_size": 2}, launch={"nproc_per_node": 2})
+    stages = run(eval_interval=2, eval_iters=4).model_copy(
+        update={"parallel": two.parallel, "launch": two.launch}
+    )
+    with pytest.raises(PreemptedError) as caught:
+        train_with_call(2, kill, stages, data, root / "stages", "loss_sum")
+    messages.append(str(caught.value))
     return messages
 
 
@@ -182,6 +320,11 @@ def test_ranks_stop_after_the_same_iteration_when_one_is_notified(
     assert "stop was there" in first[1]
     assert first[1] == second[1]
     assert not (tmp_path / "file" / STOP_FILE).exists()
+    assert "iteration 2 of 6 since a signal asked for it (another rank got it)" in first[2]
+    assert "iteration 2 of 6 since a signal asked for it (SIGUSR1)" in second[2]
+    assert exits(tmp_path / "stages") == [("signal", 2)]
+    assert _runs.events(tmp_path / "stages", "evaluation") == []
+    assert reported(tmp_path / "stages", "checkpoint", "validation_loss") == [(2, None)]
 
 
 def test_an_unreadable_stop_file_requests_no_stop(

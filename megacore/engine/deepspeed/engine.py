@@ -35,7 +35,7 @@ from megacore.engine.deepspeed.optimizer import (
 from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.engine.deepspeed.state import DeepSpeedState, main_weights, shape_of
 from megacore.kernels.choice import Kernels
-from megacore.models.base import LossTotals, Model, SampleSources, loss_sums
+from megacore.models.base import LossTotals, Model, loss_sums
 from megacore.models.init import initial_weight
 from megacore.models.inputs import InputRules
 from megacore.models.stage import Stage
@@ -302,13 +302,13 @@ class DeepSpeedEngine(DeepSpeedBase):
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return the sum of each loss and its number of values, by position and by source too.
 
         fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
-        totals = LossTotals(len(self.loss_names), sources, self.device)
+        totals = totals or LossTotals(len(self.loss_names), None, self.device)
         self._engine.eval()
         try:
             # In inference mode ZeRO-3 would gather weights that no later backward pass may use.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megacore.engine.deepspeed.engine import DeepSpeedBase
 from megacore.engine.deepspeed.join import MeshUnit, import_deepspeed
-from megacore.models.base import SampleSources
+from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
 
 
@@ -115,13 +115,13 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         self,
         batches: Iterator[Tensor],
         sizes: Sequence[int],
-        sources: SampleSources | None = None,
+        totals: LossTotals | None = None,
     ) -> Tensor:
         """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
         fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
-        return self._stage.loss_sum(batches, sizes, sources)
+        return self._stage.loss_sum(batches, sizes, totals)
 
     def _module(self) -> Any:
         """Return the stages as a PipelineModule.
