@@ -85,6 +85,15 @@ class FileAccessError(MegacoreError):
     exit_code = 4
 
 
+class TransientFileError(FileAccessError):
+    """File that the system could not read or write for a cause that may pass.
+
+    A disk's connection failed, or a file server did not answer; a retry may succeed.
+    """
+
+    retryable = True
+
+
 class CheckpointError(MegacoreError):
     """Checkpoint that is incomplete, damaged, or of another model."""
 
@@ -196,6 +205,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         ArtifactError,
         WorkspaceError,
         FileAccessError,
+        TransientFileError,
         CheckpointError,
         ConversionError,
         TrainingError,

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
-from megacore.artifact.files import require_space, workspace_errors
+from megacore.artifact.files import access_error, require_space, workspace_errors
 from megacore.artifact.manifest import depth_of
 from megacore.artifact.workspace import workspace_root
 from megacore.errors import ArtifactError, MegacoreError
@@ -161,6 +161,8 @@ def stage_task(
 def should_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
     """Return True if a retry may succeed: after a lost rank or connection, not a wrong value."""
     error = state.result(raise_on_failure=False)
+    if isinstance(error, OSError):
+        error = access_error(error) or error
     if isinstance(error, MegacoreError):
         return error.retryable
     return isinstance(error, (ConnectionError, TimeoutError))

@@ -10,16 +10,16 @@ from prefect import get_run_logger
 from prefect.context import TaskRunContext
 from prefect.states import State
 
-from megacore.artifact.files import read_record, write_json
-from megacore.errors import MegacoreError, PreemptedError, RankLostError
+from megacore.artifact.files import read_record, workspace_errors, write_json
+from megacore.errors import MegacoreError, PreemptedError, RankLostError, TransientFileError
 from tasks._logging import CountedRetries
 
 FAILURES_FILE = "failures.json"
 """Name of the file in the run directory that counts the failures in a row of the current task
 run."""
-RETRIED = (RankLostError, PreemptedError)
-"""Errors that a retry may fix: lost ranks, with or without their host, stalled ranks, and ranks
-that a signal ended."""
+RETRIED = (RankLostError, PreemptedError, TransientFileError)
+"""Errors that a retry may fix: lost ranks, with or without their host, stalled ranks, ranks that a
+signal ended, and a disk or file server that failed for a cause that may pass."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,18 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         MegacoreError: error of the body; the last one states how many retries brought no new
             checkpoint.
     """
-    before = newest_iteration(run_directory)
+    before: int | None = None
     try:
-        yield
+        # also turns what the operating system reports in this process into an error that counts
+        with workspace_errors(run_directory):
+            before = newest_iteration(run_directory)
+            yield
     except RETRIED as error:
         try:
             now = newest_iteration(run_directory)
         except (OSError, MegacoreError):
-            now = before  # an unreadable folder must not replace the error that is retried
+            now = before or 0  # an unreadable folder must not replace the error that is retried
+        before = now if before is None else before
         try:
             failures = Failures.read(run_directory, task_run).after(before, now)
             failures.write(run_directory)

@@ -17,7 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megacore.errors import ArtifactError, ConfigError, FileAccessError, WorkspaceError
+from megacore.errors import (
+    ArtifactError,
+    ConfigError,
+    FileAccessError,
+    TransientFileError,
+    WorkspaceError,
+)
 
 Record = TypeVar("Record")
 _NO_FILES = (
@@ -43,14 +49,32 @@ _TRIES = 3
 _FAULTS = {
     errno.EIO: (
         "the disk or its connection fails: look at the kernel's messages (`dmesg`) and check the "
-        "disk or mount before another attempt"
+        "disk or mount"
     ),
+    errno.EREMOTEIO: "the file server's disk fails: look at the kernel's messages there (`dmesg`)",
     errno.ESTALE: "the file server has lost the file: mount the directory again",
     errno.ENOTCONN: "the file server does not answer: mount the directory again",
+    **dict.fromkeys(
+        (
+            errno.ETIMEDOUT,
+            errno.EHOSTDOWN,
+            errno.EHOSTUNREACH,
+            errno.ENETDOWN,
+            errno.ENETUNREACH,
+            errno.ENOLINK,
+        ),
+        "the file server does not answer: check it, its network and the mount",
+    ),
+    errno.EAGAIN: "the file system was busy: try again",
+    errno.EINTR: "a signal broke off the call: try again",
     errno.EMFILE: "this process has too many files open: raise the limit (`ulimit -n`)",
     errno.ENFILE: "this host has too many files open: raise it (`sysctl fs.file-max`)",
 }
 """Cause and remedy of the errors that say nothing about the file's content."""
+_LASTING = frozenset({errno.EMFILE, errno.ENFILE})
+"""Those that a later attempt would meet again."""
+_ONLY_OF_FILES = frozenset({errno.EIO, errno.EREMOTEIO, errno.ESTALE, *_LASTING})
+"""Those that only files have; the others are also errors of sockets and processes."""
 _OF_PATHS = frozenset(
     {
         errno.ENOENT,
@@ -144,12 +168,30 @@ def _refuse_endless(status: os.stat_result, path: Path) -> None:
 
 
 def access_error(error: OSError, path: Path | None = None) -> FileAccessError | None:
-    """Return the sentence for a failing disk, a lost mount or too many open files, else None."""
+    """Return the sentence for a failing disk, a lost mount or too many open files, else None.
+
+    It is a TransientFileError if the cause may pass.
+    """
     fault = _FAULTS.get(error.errno or 0)
-    if fault is None or (error.errno == errno.ENOTCONN and error.filename is None):
-        return None  # a socket's ENOTCONN names no file
+    if fault is None or (error.errno not in _ONLY_OF_FILES and error.filename is None):
+        return None  # a socket's error names no file
     where = _place(error, path) or "a file"
-    return FileAccessError(f"cannot read or write {where} ({error.strerror}): {fault}")
+    kind = FileAccessError if error.errno in _LASTING else TransientFileError
+    return kind(f"cannot read or write {where} ({error.strerror}): {fault}")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in the operating system's errors of the block that name no file.
+
+    For calls on an open file, so that `access_error` does not take the error for a socket's.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

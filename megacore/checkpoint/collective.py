@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.artifact.files import unreadable, workspace_errors
+from megacore.artifact.files import access_error, unreadable, workspace_errors
 from megacore.checkpoint.format import (
     MARKER_NAME,
     STALE_SUFFIX,
@@ -97,6 +97,8 @@ def _describe(error: Exception | None) -> tuple[str, str] | None:
     """Return the class name (of the nearest MegacoreError, if it is one) and the message."""
     if error is None:
         return None
+    if isinstance(error, OSError):
+        error = access_error(error) or error  # a retry depends on it
     names = [base.__name__ for base in type(error).__mro__]
     return next((name for name in names if name in ERROR_TYPES), names[0]), str(error)
 
@@ -182,16 +184,20 @@ def verify_together(
     assigned = shares(marker, ranks.size)[ranks.rank]
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
 
-    def compare() -> tuple[dict[str, str], str]:
+    def compare() -> tuple[dict[str, str], tuple[str, str] | None]:
         try:
             with reading(directory):
-                return marker.differing(directory, assigned, threads=threads, progress=progress), ""
+                differing = marker.differing(
+                    directory, assigned, threads=threads, progress=progress
+                )
+                return differing, None
         except FileAccessError as error:  # raised below, on all ranks alike
-            return {}, str(error)
+            return {}, _describe(error)
 
     outcomes = ranks.everywhere(compare)
-    if faults := [fault for _, fault in outcomes if fault]:
-        raise FileAccessError(faults[0])
+    for rank, (_, fault) in enumerate(outcomes):
+        if fault is not None:
+            raise _restored(rank, *fault)
     problems = {name: problem for each, _ in outcomes for name, problem in each.items()}
     refuse(directory, next((problems[name] for name in marker.files if name in problems), None))
     return marker

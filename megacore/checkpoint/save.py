@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megacore.artifact.files import sync_directory, workspace_errors
+from megacore.artifact.files import naming, sync_directory, workspace_errors
 from megacore.checkpoint.collective import RankGroup, transfer_files, writable_directory
 from megacore.checkpoint.format import (
     METADATA_NAME,
@@ -191,7 +191,7 @@ def _write_tensors(
     writer = CheckpointWriter(staging, ranks.rank, progress=progress)
     # Permanent, since a temporary filter would affect all threads. A single rank is intended here.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with workspace_errors(staging), _first_failure():
+    with workspace_errors(staging), naming(staging), _first_failure():
         save(
             {},
             storage_writer=writer,

@@ -149,7 +149,8 @@ class LaunchConfig(Section):
     stall_limit: float | None = unkeyed(600.0, gt=0)
     """Seconds without progress of a rank after which the job is ended; null disables the check."""
     retries: int = unkeyed(2, ge=0)
-    """Number of retries after a lost rank or a failed download."""
+    """Number of retries after a lost rank, a failed download or a disk that failed for a cause that
+    may pass."""
     retry_delay: float = unkeyed(5.0, ge=0)
     """Seconds before a retry."""
 

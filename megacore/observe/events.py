@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import naming, workspace_errors
 from megacore.errors import DataFormatError
 from megacore.redact import redact
 
@@ -50,18 +50,19 @@ class EventWriter:
 
         Raises:
             WorkspaceError: the disk is full or not writable.
+            FileAccessError: the disk fails; TransientFileError if that may pass.
         """
         event = {"kind": kind, "time": time.time(), "attempt": self._attempt, **values}
         line = json.dumps(
             {key: _json_value(key, value) for key, value in event.items()}, allow_nan=False
         )
-        with workspace_errors(self._path):
+        with workspace_errors(self._path), naming(self._path):
             self._file.write(line + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file. Raises WorkspaceError if the last write fails."""
-        with workspace_errors(self._path):
+        """Close the file. Raises WorkspaceError or FileAccessError if the last write fails."""
+        with workspace_errors(self._path), naming(self._path):
             self._file.close()
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ import pytest
 from megacore.artifact.files import (
     access_error,
     link_or_copy,
+    naming,
     parse_json,
     read_bytes,
     read_json,
@@ -26,7 +27,7 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.artifact.manifest import Manifest
-from megacore.errors import ArtifactError, FileAccessError, WorkspaceError
+from megacore.errors import ArtifactError, FileAccessError, TransientFileError, WorkspaceError
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,62 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         workspace_errors(tmp_path),
     ):
         raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.EIO,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EAGAIN,
+        errno.EINTR,
+    ],
+    ids=errno.errorcode.get,
+)
+def test_errors_that_may_pass_are_retryable(tmp_path: Path, code: int) -> None:
+    with (
+        pytest.raises(
+            TransientFileError, match=rf"{tmp_path}/a \({os.strerror(code)}\): "
+        ) as caught,
+        workspace_errors(tmp_path / "a"),
+        naming(tmp_path / "a"),  # calls on an open file name none
+    ):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.EACCES, WorkspaceError),
+        (errno.EPERM, WorkspaceError),
+        (errno.EROFS, WorkspaceError),
+        (errno.ENOSPC, WorkspaceError),
+        (errno.EDQUOT, WorkspaceError),
+        (errno.EMFILE, FileAccessError),
+        (errno.ENOENT, OSError),
+        (errno.EINVAL, OSError),
+    ],
+    ids=lambda value: errno.errorcode.get(value, "") if isinstance(value, int) else value.__name__,
+)
+def test_lasting_errors_are_final(tmp_path: Path, code: int, kind: type[Exception]) -> None:
+    with (
+        pytest.raises(kind, match=os.strerror(code)) as caught,
+        workspace_errors(tmp_path),
+        naming(tmp_path),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert not getattr(caught.value, "retryable", False)
+
+
+@pytest.mark.parametrize("code", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EAGAIN])
+def test_errors_of_sockets_and_processes_are_not_those_of_a_file(tmp_path: Path, code: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(code)), workspace_errors(tmp_path):
+        raise OSError(code, os.strerror(code))
 
 
 def test_regular_names_a_failing_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

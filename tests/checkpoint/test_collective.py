@@ -25,7 +25,7 @@ from megacore.checkpoint.format import FileRecord, Marker, latest_complete, veri
 from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
-from megacore.errors import CheckpointError, FileAccessError, LaunchError
+from megacore.errors import CheckpointError, FileAccessError, LaunchError, TransientFileError
 from tests._dist import DistributedError, run_distributed
 
 
@@ -97,8 +97,9 @@ def test_every_rank_stops_if_one_cannot_read_its_files(
     save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
     newest = save_checkpoint(tmp_path, 2, {"model.w": torch.ones(3)}, {})
     damage = {"state.json": "state.json is missing"}
-    ranks = Ranks((damage, ""), ({}, "cannot read __0_0.distcp (Stale file handle)"))
-    with pytest.raises(FileAccessError, match=r"__0_0\.distcp \(Stale file handle\)"):
+    fault = ("TransientFileError", "cannot read __0_0.distcp (Stale file handle)")
+    ranks = Ranks((damage, None), ({}, fault))
+    with pytest.raises(TransientFileError, match=r"__0_0\.distcp \(Stale file handle\)"):
         latest_complete_together(tmp_path, ranks)
 
     def fail(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
@@ -107,6 +108,17 @@ def test_every_rank_stops_if_one_cannot_read_its_files(
     monkeypatch.setattr(Path, "stat", fail)  # not "is not on host"
     with pytest.raises(FileAccessError, match="Stale file handle"):
         collective._without(newest)
+
+
+def test_an_error_of_the_disk_reaches_the_other_ranks_with_its_type() -> None:
+    for code, kind in (
+        (errno.EIO, TransientFileError),
+        (errno.EMFILE, FileAccessError),
+        (errno.ENOENT, CheckpointError),
+    ):
+        description = collective._describe(OSError(code, os.strerror(code), "x"))
+        assert description is not None
+        assert type(collective._restored(1, *description)) is kind
 
 
 def test_shares_divide_the_files_evenly_among_the_ranks() -> None:

@@ -43,6 +43,18 @@ class OddDataError(DataFormatError):
             "cannot write f: No space left",
             4,
         ),
+        (
+            OSError(5, "Input/output error", "f"),
+            "TransientFileError",
+            "cannot read or write f (Input/output error)",
+            4,
+        ),
+        (
+            OSError(24, "Too many open files", "f"),
+            "FileAccessError",
+            "cannot read or write f (Too many open files)",
+            4,
+        ),
         (MemoryError(), "MemoryExhaustedError", "out of memory", 7),
         (
             torch.OutOfMemoryError("CUDA out of memory"),

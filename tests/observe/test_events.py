@@ -1,11 +1,14 @@
 """Tests of the event log: each event is read exactly once, also after a crash."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megacore.errors import DataFormatError, WorkspaceError
+from megacore.errors import DataFormatError, TransientFileError, WorkspaceError
 from megacore.observe.events import EventReader, EventWriter
 
 
@@ -69,6 +72,23 @@ def test_a_complete_line_without_an_event_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "start"}\nnonsense\n', encoding="utf-8")
     with pytest.raises(DataFormatError, match="byte 27 is no event"):
         list(EventReader(path))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
+def test_a_line_that_a_file_server_did_not_take_may_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, attempt=1) as writer:
+        writer.write("step", iteration=1)
+
+        def fail() -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "_file", SimpleNamespace(write=lambda line: None, flush=fail))
+            with pytest.raises(TransientFileError, match=rf"{path} \({os.strerror(code)}\)"):
+                writer.write("step", iteration=2)
 
 
 def test_a_full_disk_raises_a_workspace_error() -> None:

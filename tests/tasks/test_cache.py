@@ -1,5 +1,6 @@
 """Checks of cached artifacts, whose files are compared before a cache hit counts."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,8 @@ def test_error_while_computing_a_key_is_raised(
         (RankLostError("rank 1"), True),
         (ConfigError("lr"), False),
         (ConnectionError(), True),
+        (OSError(errno.EIO, "Input/output error", "a.bin"), True),
+        (OSError(errno.ENOSPC, "No space left on device", "a.bin"), False),
         (ValueError(), False),
     ],
 )

@@ -22,6 +22,8 @@ from megacore.errors import (
     RankStalledError,
     StageTimeoutError,
     TrainingStoppedError,
+    TransientFileError,
+    WorkspaceError,
 )
 from tasks import _logging, _pipeline, _retry
 from tasks._attempt import exit_reason
@@ -139,6 +141,44 @@ def test_preemption_is_retried(run: FakeRun) -> None:
     assert isinstance(error, PreemptedError)
 
 
+def test_a_passing_failure_of_the_disk_is_retried_within_the_limit(run: FakeRun) -> None:
+    error = TransientFileError("rank 0: cannot read or write events.jsonl (Input/output error)")
+    last = run.attempts([(10, error)] * 5 + [(0, error)] * 2)
+    assert isinstance(last, TransientFileError)
+    assert "given up after 3 attempts without progress" in str(last)
+
+
+def test_an_error_of_the_disk_in_this_process_counts_too(run: FakeRun) -> None:
+    run.task_run.run_count = 1
+    with (
+        pytest.raises(TransientFileError, match=r"events\.jsonl"),
+        counted_failures(run.directory, "a", 2),
+    ):
+        raise OSError(errno.EIO, "Input/output error", "events.jsonl")
+    assert Failures.read(run.directory, "a").count == 1
+
+
+def test_checkpoints_that_cannot_be_listed_at_the_start_are_no_progress(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([True, False] * 2)
+
+    def newest(directory: Path) -> int:
+        if next(fails):
+            raise TransientFileError("cannot read complete.json (Stale file handle)")
+        return 7
+
+    monkeypatch.setattr(_retry, "newest_iteration", newest)
+    for number in (1, 2):
+        run.task_run.run_count = number
+        with (
+            pytest.raises(TransientFileError),
+            counted_failures(run.directory, "a", 2),
+        ):
+            raise AssertionError("the attempt must not start")
+        assert Failures.read(run.directory, "a") == Failures("a", number, 7)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -148,6 +188,8 @@ def test_preemption_is_retried(run: FakeRun) -> None:
         LossError("x"),
         TrainingStoppedError("x"),
         StageTimeoutError("x"),
+        FileAccessError("x"),
+        WorkspaceError("x"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -307,7 +349,7 @@ def test_other_stages_have_a_fixed_number_of_retries() -> None:
     [
         (
             OSError(errno.EIO, "Input/output error", "a.bin"),
-            "FileAccessError: cannot read or write",
+            "TransientFileError: cannot read or write",
         ),
         (OSError(errno.ENOENT, "No such file", "a.bin"), "failed"),
     ],
@@ -342,4 +384,4 @@ def test_a_failing_disk_ends_a_flow_in_one_sentence(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_pipeline, "_send_logs", lambda: None)
     state = _pipeline.sentence_state(fail)()
     assert state is not None
-    assert str(state.message).startswith("FileAccessError: cannot read or write run.json (Stale")
+    assert str(state.message).startswith("TransientFileError: cannot read or write run.json (Stale")

@@ -10,7 +10,7 @@ import pytest
 
 from megacore.checkpoint import save
 from megacore.checkpoint.save import CheckpointWriter
-from megacore.errors import WorkspaceError
+from megacore.errors import FileAccessError, WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
 from tests.train import _runs
@@ -35,13 +35,21 @@ def test_stall_includes_the_wait_for_the_previous_save(
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [1, 2]
 
 
-def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
-    """Fill rank 1's disk from the second save on; return the rank's error and iteration."""
+def failing_on_one_rank(data: Path, root: Path) -> list[tuple[str, str, int]]:
+    """Train with a full disk and with one that fails."""
+    return [fail_on_one_rank(data, root / str(code), code) for code in (errno.ENOSPC, errno.EIO)]
+
+
+def fail_on_one_rank(data: Path, root: Path, code: int) -> tuple[str, str, int]:
+    """Let rank 1's disk fail from the second save on.
+
+    Returns the class and the message of the rank's error, and the iteration.
+    """
     write, saves = CheckpointWriter.write_data, iter(range(1, 100))
 
     def limited(*arguments: Any) -> Any:
         if next(saves) > 1 and os.environ["RANK"] == "1":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return write(*arguments)
 
     CheckpointWriter.write_data = limited  # type: ignore[method-assign]
@@ -50,17 +58,24 @@ def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
     mesh = _runs.mesh(config)
     with Recorder(root, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, root, mesh, recorder)
-        with pytest.raises(WorkspaceError) as caught:
+        with pytest.raises((WorkspaceError, FileAccessError)) as caught:
             trainer.run()
-    return str(caught.value), trainer.state.iteration
+    CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    return type(caught.value).__name__, str(caught.value), trainer.state.iteration
 
 
 def test_failed_save_on_one_rank_ends_all_ranks_after_the_same_iteration(
     data: Path, tmp_path: Path
 ) -> None:
-    (first, one), (second, other) = run_distributed(2, full_on_one_rank, data, tmp_path)
-    assert "No space left on device" in first
-    assert first == second
-    assert one == other >= 30
-    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [15]
-    assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000015"]
+    results = run_distributed(2, failing_on_one_rank, data, tmp_path)
+    for code, name, first, second in zip(
+        (errno.ENOSPC, errno.EIO), ("WorkspaceError", "TransientFileError"), *results, strict=True
+    ):
+        assert first == second
+        assert first[0] == name
+        assert os.strerror(code) in first[1]
+        assert first[2] >= 30
+        directory = tmp_path / str(code)
+        assert [event["iteration"] for event in _runs.events(directory, "checkpoint")] == [15]
+        saved = (directory / "checkpoints").glob("iter_*")
+        assert [path.name for path in saved] == ["iter_0000015"]
