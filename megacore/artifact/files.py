@@ -42,6 +42,8 @@ MAX_DEPTH = 64
 MAX_DIGITS = 100
 """Most digits of an integer in JSON and YAML. The state of a random number generator has 39; a
 number of over 308 digits does not even fit a float."""
+TEMPORARY = ".tmp-"
+"""Part of the name of every file and directory that is not complete, or about to be deleted."""
 _PIECE = 1 << 16
 """Bytes that are read at a time from a file that is longer than the system says."""
 _TRIES = 3
@@ -513,8 +515,9 @@ def link_or_copy(path: Path, target: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` to disk."""
-    for folder, _, names in os.walk(path):
+    """Flush every file and directory below `path` to disk, except temporary directories."""
+    for folder, below, names in os.walk(path):
+        below[:] = [name for name in below if TEMPORARY not in name]
         for name in names:
             with open(Path(folder, name), "rb") as file:
                 os.fsync(file.fileno())

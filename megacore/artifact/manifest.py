@@ -24,7 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from megacore.artifact.files import canonical_json, read_json, regular, unreadable, write_json
+from megacore.artifact.files import (
+    TEMPORARY,
+    canonical_json,
+    read_json,
+    regular,
+    unreadable,
+    write_json,
+)
 from megacore.errors import ArtifactError, FileAccessError, MegacoreError
 from megacore.redact import redact_values
 
@@ -166,15 +173,19 @@ def file_digest(path: Path, on_read: Callable[[int], None] | None = None) -> str
 
 
 def list_files(directory: Path, pattern: str = "**/*") -> dict[str, FileEntry]:
-    """Return the files below `directory` that match the glob `pattern`, without the manifest."""
+    """Return the files below `directory` that match the glob `pattern`, without the manifest.
+
+    Those in temporary directories are left out: a failed deletion may have left one behind.
+    """
     entries: dict[str, FileEntry] = {}
     for path in sorted(directory.glob(pattern)):
+        name = path.relative_to(directory)
         if path == directory / MANIFEST_NAME or not path.is_file():
             continue
+        if any(TEMPORARY in part for part in name.parts[:-1]):
+            continue
         status = path.stat()
-        entries[path.relative_to(directory).as_posix()] = FileEntry(
-            status.st_size, file_digest(path), status.st_mtime_ns
-        )
+        entries[name.as_posix()] = FileEntry(status.st_size, file_digest(path), status.st_mtime_ns)
     return entries
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore.artifact.build import WITHOUT_LOCKS
-from megacore.artifact.files import read_json, regular, unreadable, write_json
+from megacore.artifact.files import TEMPORARY, read_json, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -38,7 +38,7 @@ MARKER_NAME = "complete.json"
 STATE_NAME = "state.json"
 METADATA_NAME = ".metadata"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-STALE_SUFFIX = ".tmp-"
+STALE_SUFFIX = TEMPORARY
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 _THREADS = 4

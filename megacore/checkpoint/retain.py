@@ -1,5 +1,6 @@
 """Retention rules for checkpoints. Nothing here imports torch."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -14,6 +15,8 @@ from megacore.checkpoint.format import (
     exclusive_lock,
     iteration_of,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 def apply_retention(
@@ -30,7 +33,8 @@ def apply_retention(
     with the lowest validation loss (the older on a tie) if `keep_best`, `in_use`, and those that
     are being read (`format.reading`). The newest is always kept, so the only complete one is never
     deleted. Incomplete ones are not touched, nor those of later iterations than `in_use`, which
-    the rules ignore. Call it on one rank, while no save is in progress. Raises WorkspaceError.
+    the rules ignore. Call it on one rank, while no save is in progress. Raises WorkspaceError if a
+    checkpoint cannot be renamed; what is then left of it is deleted as `delete_stale` describes.
     """
     markers = complete_checkpoints(root)
     current = None if in_use is None else iteration_of(in_use)
@@ -61,7 +65,7 @@ def _remove_unread(directory: Path) -> bool:
         # A reader that has opened the marker before waits, and then notices the renaming.
         doomed = rename_to_stale(directory) if unread else None
     if doomed is not None:
-        shutil.rmtree(doomed)
+        delete_stale(doomed)
     return doomed is not None
 
 
@@ -76,16 +80,33 @@ def rename_to_stale(directory: Path) -> Path:
     return doomed
 
 
+def delete_stale(path: Path) -> bool:
+    """Delete a file or directory with a stale name; return True if it is gone.
+
+    A failure is logged and does no harm, because no reader takes the name for a checkpoint: NFS
+    keeps a file that another process has open, and a disk may fail at old files. `remove_stale`
+    tries again at the next save or resume.
+    """
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        _logger.warning(
+            "cannot delete %s yet (%s); the next save or resume tries again", path, error
+        )
+        return False
+    return True
+
+
 def remove_stale(root: Path) -> list[Path]:
-    """Delete the remains of a crash in `root`.
+    """Delete the remains of a crash in `root` and return those that are gone.
 
     These are staged saves, half-deleted checkpoints and partial tracker files. Only the run that
-    owns `root` may call it, and not during a save.
+    owns `root` may call it, and not during a save. One that cannot be deleted stays, with a
+    warning.
     """
     stale = [path for path in root.glob(f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
-    for path in stale:
-        shutil.rmtree(path)
     trackers = list(root.glob(f"{TRACKER_NAME}{STALE_SUFFIX}*"))
-    for path in trackers:
-        path.unlink()
-    return stale + trackers
+    return [path for path in [*stale, *trackers] if delete_stale(path)]

@@ -51,7 +51,7 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.metadata import chunks_of, private_name
-from megacore.checkpoint.retain import remove_stale, rename_to_stale
+from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
 from megacore.checkpoint.shard import DeferredTensor, SavedTensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError, MegacoreError, WorkspaceError
 
@@ -441,6 +441,5 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
         sync_directory(root)
     write_tracker(root, marker.iteration)
     if replaced is not None:
-        with workspace_errors(root):
-            shutil.rmtree(replaced)
+        delete_stale(replaced)
     return target

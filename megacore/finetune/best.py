@@ -6,7 +6,6 @@ the weights are the 16-bit weights that were evaluated, written as fp32.
 """
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import torch
 from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
-from megacore.checkpoint.retain import remove_stale, rename_to_stale
+from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
 from megacore.errors import CheckpointError, TrainingError
 from megacore.finetune.checkpoints import AtomicDirectory, barrier, writing
 from megacore.finetune.pretrained import quiet
@@ -171,7 +170,7 @@ class BestModelStore:
         with workspace_errors(self.root):
             for path in checkpoint_directories(self.root):
                 if path.name != directory_name(self.best.iteration):
-                    shutil.rmtree(rename_to_stale(path))
+                    delete_stale(rename_to_stale(path))
 
 
 def write_model(

@@ -13,7 +13,6 @@ load a checkpoint from an untrusted source.
 
 import hashlib
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,7 +37,12 @@ from megacore.checkpoint.format import (
     read_state,
     reading,
 )
-from megacore.checkpoint.retain import apply_retention, remove_stale, rename_to_stale
+from megacore.checkpoint.retain import (
+    apply_retention,
+    delete_stale,
+    remove_stale,
+    rename_to_stale,
+)
 from megacore.checkpoint.save import sync_file
 from megacore.errors import CheckpointError, WorkspaceError
 from megacore.observe.logging import logger
@@ -97,7 +101,7 @@ class AtomicDirectory:
                 sync_tree(staged)
                 marker.write(staged)
                 if final.exists():
-                    shutil.rmtree(rename_to_stale(final))
+                    delete_stale(rename_to_stale(final))
                 staged.rename(final)
                 sync_directory(self.root)
             return marker

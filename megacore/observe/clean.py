@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.build import is_locked, remove_tree, try_lock
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import TEMPORARY, read_json, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError, WorkspaceError
@@ -26,7 +26,6 @@ REBUILDABLE = tuple(stage for stage in FOLDERS if stage not in RUNS)
 """Stages whose artifacts can be rebuilt in minutes. Runs are never deleted by age."""
 _CACHES = {"pretrained": "[!.]*", "dataset": "datasets/*/*"}
 """Glob patterns of complete models and data sets below the downloads of these stages."""
-_TEMPORARY = ".tmp-"
 _SETTLED = 3600.0
 """Age in seconds after which a temporary without a lock counts as stale."""
 
@@ -58,7 +57,7 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
     ]
     for name in dict.fromkeys(FOLDERS.values()):
         for path in _members(workspace, workspace.root / name):
-            owner = path.with_name(path.name.split(_TEMPORARY)[0])
+            owner = path.with_name(path.name.split(TEMPORARY)[0])
             if path != owner:
                 parts, reason = [path], "temporary of a build that ended"
             elif name in {FOLDERS[stage] for stage in RUNS}:
@@ -198,7 +197,7 @@ def remove(items: list[Removable]) -> list[Removable]:
                     continue
                 if not item.path.is_dir():
                     item.path.unlink()
-                elif _TEMPORARY in item.path.name:
+                elif TEMPORARY in item.path.name:
                     shutil.rmtree(item.path)
                 else:
                     remove_tree(item.path)
@@ -211,8 +210,8 @@ def remove(items: list[Removable]) -> list[Removable]:
 def _refuse_during_builds(workspace: Workspace) -> None:
     """Raise WorkspaceError while an artifact is built: it names its inputs at the end."""
     for name in dict.fromkeys(FOLDERS.values()):
-        for path in (workspace.root / name).glob(f"[!.]*{_TEMPORARY}*"):
-            owner = path.with_name(path.name.split(_TEMPORARY)[0])
+        for path in (workspace.root / name).glob(f"[!.]*{TEMPORARY}*"):
+            owner = path.with_name(path.name.split(TEMPORARY)[0])
             if is_locked(owner):
                 raise WorkspaceError(
                     f"{owner} is being built from artifacts that it does not name yet, so nothing "
@@ -257,7 +256,7 @@ def _unknown_inputs(job: Path, reason: str) -> WorkspaceError:
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield the complete artifacts of a folder with their manifests. Raises WorkspaceError."""
     for path in sorted(folder.glob("[!.]*")):
-        if _TEMPORARY in path.name or not (path / MANIFEST_NAME).exists():
+        if TEMPORARY in path.name or not (path / MANIFEST_NAME).exists():
             continue
         try:
             yield path, Manifest.read(path)
@@ -285,7 +284,7 @@ def _temporary_saves(run_directory: Path) -> list[Path]:
     parts = [
         path
         for path in sorted((*run_directory.glob("checkpoints/*"), *run_directory.glob("best/*")))
-        if _TEMPORARY in path.name
+        if TEMPORARY in path.name
     ]
     return [] if parts and is_training(run_directory) else parts
 

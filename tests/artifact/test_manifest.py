@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacore.artifact import StageKey, build_artifact, manifest
-from megacore.artifact.build import remove_tree
-from megacore.artifact.manifest import FirstRead, verified_record
+from megacore.artifact.build import remove_tree, seal
+from megacore.artifact.manifest import FirstRead, list_files, verified_record
 from megacore.errors import ArtifactError, FileAccessError
 
 
@@ -110,3 +110,21 @@ def test_a_failed_training_does_not_wait_for_the_comparison(
         reading.check()
     assert reading.error is None
     assert not verified_record(artifact).exists()
+
+
+def test_a_manifest_names_no_file_of_a_failed_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run.tmp-1"  # the directory's own name does not count
+    for name in ("iter_0000002", "iter_0000001.tmp-1a2b-deleted"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "complete.json").write_text("{}")
+    synced: list[str] = []
+    monkeypatch.setattr(
+        "os.fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    sealed = seal(run, StageKey("train", 1, {}, {}), {}, 1.0, "checkpoints/*/complete.json")
+    assert list(sealed.files) == ["checkpoints/iter_0000002/complete.json"]
+    assert sealed.files == list_files(run, "checkpoints/*/*")
+    assert synced
+    assert not any("deleted" in path for path in synced)

@@ -21,8 +21,13 @@ from megacore.checkpoint.format import (
     iteration_of,
     reading,
 )
-from megacore.checkpoint.retain import apply_retention, remove_stale, rename_to_stale
-from megacore.errors import CheckpointError
+from megacore.checkpoint.retain import (
+    apply_retention,
+    delete_stale,
+    remove_stale,
+    rename_to_stale,
+)
+from megacore.errors import CheckpointError, WorkspaceError
 
 
 def write_checkpoints(root: Path, losses: dict[int, float | None]) -> None:
@@ -209,3 +214,66 @@ def test_an_interrupted_deletion_leaves_no_visible_checkpoint(
     (removed,) = remove_stale(tmp_path)
     assert removed.name.startswith("iter_0000100.tmp-")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200"]
+
+
+@pytest.fixture
+def busy_files(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let no directory be deleted, as on NFS while a process has a file in it open."""
+
+    def not_empty(path: Path, *args: object, **options: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(os, "rmdir", not_empty)
+    return monkeypatch
+
+
+def test_a_failed_deletion_is_a_warning_and_is_tried_again(
+    tmp_path: Path, busy_files: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None})
+    assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(100)]
+    assert iterations(tmp_path) == [200]
+    assert "Directory not empty" in caplog.text
+    assert "the next save or resume tries again" in caplog.text
+    assert remove_stale(tmp_path) == []
+    busy_files.undo()
+    (removed,) = remove_stale(tmp_path)
+    assert removed.name.startswith("iter_0000100.tmp-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200"]
+
+
+def test_one_failed_deletion_does_not_keep_the_other_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None})
+    first, second = (rename_to_stale(tmp_path / directory_name(number)) for number in (100, 200))
+    tracker = tmp_path / "latest_checkpointed_iteration.txt.tmp-1"
+    tracker.touch()
+    original = shutil.rmtree
+
+    def rmtree(path: Path) -> None:
+        if path == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        original(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert remove_stale(tmp_path) == [second, tracker]
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_a_checkpoint_that_cannot_be_renamed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None})
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(WorkspaceError, match="iter_0000100: Permission denied"):
+        apply_retention(tmp_path, keep_last=1)
+    assert iterations(tmp_path) == [100, 200]
+
+
+def test_what_is_gone_already_counts_as_deleted(tmp_path: Path) -> None:
+    assert delete_stale(tmp_path / "iter_0000100.tmp-1-deleted")
