@@ -367,7 +367,11 @@ class CheckpointSaver:
     def failed(self) -> bool:
         """True if `wait` and `save` will raise. Ranks can send it along with other values."""
         flight = self._flight
-        return flight is not None and flight.failure is not None
+        if flight is None:
+            return False
+        # Read before the result, which the thread stores last.
+        ended = flight.thread is not None and not flight.thread.is_alive()
+        return flight.failure is not None or (ended and flight.finished is None)
 
     def save(
         self,
@@ -495,7 +499,11 @@ class CheckpointSaver:
         self._flight = None
         if flight.failure is not None:
             raise flight.failure
-        assert flight.finished is not None, "a save ends with a result or an error"
+        if flight.finished is None:
+            raise CheckpointError(
+                f"the thread that saves the checkpoint of iteration {flight.iteration} ended "
+                "without a result or an error: resume from the checkpoint before it"
+            )
         self._finished.append(flight.finished)
 
     def _join(self, flight: _RunningSave, *, patience: float | None) -> bool:
@@ -517,7 +525,6 @@ class CheckpointSaver:
         self, flight: _RunningSave, tensors: Tensors, state: str, validation_loss: float | None
     ) -> None:
         """Write the checkpoint and apply retention; store the result or error in `flight`."""
-        from megacore.checkpoint.save import write_checkpoint
 
         def staged(path: Path) -> None:
             flight.staging = path
@@ -528,6 +535,8 @@ class CheckpointSaver:
                 self._beat("save")
 
         try:
+            from megacore.checkpoint.save import write_checkpoint
+
             path, marker = write_checkpoint(
                 self._root,
                 flight.iteration,
@@ -560,6 +569,7 @@ def _sizes(staging: Path | None) -> list[int]:
     """Return the bytes of each file in a directory that may vanish at any time."""
     sizes: list[int] = []
     if staging is not None:
-        with contextlib.suppress(FileNotFoundError), os.scandir(staging) as entries:
+        # On NFS a vanished file is a stale handle, and a busy server may time out.
+        with contextlib.suppress(OSError), os.scandir(staging) as entries:
             sizes.extend(entry.stat().st_size for entry in entries)
     return sizes

@@ -1,7 +1,9 @@
 """Tests of saving checkpoints in the background."""
 
+import builtins
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +260,89 @@ def test_retention_is_applied_after_each_save(
         deleted += finished.deleted
     assert [path.name for path in deleted] == ["iter_0000001", "iter_0000002"]
     assert [marker.iteration for marker in complete_checkpoints(tmp_path).values()] == [3, 4]
+
+
+def test_a_failed_deletion_does_not_fail_the_save(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = shutil.rmtree
+
+    def rmtree(path: Path, *args: Any, **options: Any) -> None:
+        if str(path).endswith("-deleted"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        original(path, *args, **options)
+
+    saver = make_saver(keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        for iteration in (1, 2, 2):  # the last one replaces a checkpoint
+            saver.save(iteration, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+            finished = saver.wait()
+            assert finished is not None
+            assert latest_complete(tmp_path) == finished.path
+        assert len(list(tmp_path.glob("*.tmp-*"))) == 2
+    saver.save(3, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+    saver.wait()
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_writer_that_cannot_be_imported_fails_the_save(
+    make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = builtins.__import__
+
+    def failing(name: str, *args: Any, **options: Any) -> Any:
+        if (
+            name == "megacore.checkpoint.save"
+            and threading.current_thread().name == "checkpoint-save"
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "save.py")
+        return original(name, *args, **options)
+
+    saver = make_saver()
+    monkeypatch.setattr(builtins, "__import__", failing)
+    saver.save(1, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+    assert saver._flight is not None
+    assert saver._flight.thread is not None
+    saver._flight.thread.join(10)
+    assert saver.failed
+    with pytest.raises(OSError, match=r"Input/output error: 'save\.py'"):
+        saver.wait()
+
+
+def test_a_thread_that_ends_without_a_result_fails_the_save(
+    make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make_saver()
+    monkeypatch.setattr(saver, "_run", lambda *args: None)
+    saver.save(7, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+    assert saver._flight is not None
+    assert saver._flight.thread is not None
+    saver._flight.thread.join(10)
+    assert saver.failed
+    assert saver.poll() is None
+    with pytest.raises(CheckpointError, match="of iteration 7 ended without a result"):
+        saver.wait()
+    assert not saver.failed
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_progress_needs_no_readable_directory(
+    make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def unreadable(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    saver = make_saver()
+    with delayed_writes() as proceed:
+        saver.save(1, {"model.w": torch.ones(300_000)}, {}, validation_loss=None)
+        while saver._flight is None or saver._flight.staging is None:
+            time.sleep(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", unreadable)
+            assert saver.progress() == (0, 1_200_000)
+        proceed.set()
+        assert saver.wait() is not None
 
 
 def test_close_does_not_wait_for_a_stalled_save(
