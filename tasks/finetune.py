@@ -99,20 +99,26 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    with workspace_errors(directory), held:
+    with workspace_errors(directory), held as descriptor:
         ran = artifact_problem(key, config) is not None
         if ran:
             with (
                 devices(config.launch, trains=True),
                 counted_failures(directory, str(task_run.id), config.launch.retries),
             ):
-                _run(config, key, directory, pretrained, examples)
+                _run(config, key, directory, pretrained, examples, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
 
 def _run(
-    config: FinetuneConfig, key: StageKey, directory: Path, pretrained: Artifact, examples: Artifact
+    config: FinetuneConfig,
+    key: StageKey,
+    directory: Path,
+    pretrained: Artifact,
+    examples: Artifact,
+    held: int,
 ) -> None:
+    """Train and seal the run; `held` is the descriptor of its lock, which the ranks hold too."""
     from tasks.finetune_preflight import check_cost
 
     check_cost(config, pretrained, examples)
@@ -127,7 +133,7 @@ def _run(
     live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(attempt_log(job), events, None, live, label="fine-tuning")
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        finetune_stages.finetune(job, monitor.poll)
+        finetune_stages.finetune(job, monitor.poll, [held])
         monitor.poll()
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
 

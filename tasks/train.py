@@ -149,7 +149,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    with workspace_errors(directory), held:
+    with workspace_errors(directory), held as descriptor:
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
@@ -157,7 +157,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
                 devices(config.launch, trains=True),
                 counted_failures(directory, str(task_run.id), config.launch.retries),
             ):
-                _run(config, key, directory, tokens, tokenizer, index)
+                _run(config, key, directory, tokens, tokenizer, index, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
 
@@ -180,7 +180,9 @@ def _run(
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
+    held: int,
 ) -> None:
+    """Train and seal the run; `held` is the descriptor of its lock, which the ranks hold too."""
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory, index)
@@ -195,7 +197,7 @@ def _run(
     live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        stages.train(job, monitor.poll)
+        stages.train(job, monitor.poll, [held])
         monitor.poll()
     remove_stale(directory / "checkpoints")
     counts = training_counts(directory, config, index)

@@ -196,11 +196,12 @@ def lock(
     shared: bool = False,
     holder: str = "",
     on_wait: Callable[[str], None] = _logger.warning,
-) -> Iterator[None]:
-    """Hold the lock of `target` for the duration of the block.
+) -> Iterator[int]:
+    """Hold the lock of `target` for the duration of the block and yield its descriptor.
 
     The lock is the file `.<name>.lock` next to `target`, with the name of its holder. The kernel
-    releases it when the holder dies.
+    releases it when the holder and all processes that inherited the descriptor have ended. This
+    also holds on NFS, whose client keeps the lock on the server until the last of them closes it.
 
     Args:
         target: file or directory to lock.
@@ -215,12 +216,13 @@ def lock(
             on_wait(f"waits for {target}, which {_holder_of(file)} uses")
             fcntl.flock(file, kind)
         if shared:
-            yield
+            _replace_text(file, "")  # of a holder that was killed
+            yield descriptor
             return
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         _replace_text(file, json.dumps([os.getpid(), socket.gethostname(), holder, since]))
         try:
-            yield
+            yield descriptor
         finally:
             _replace_text(file, "")
 
@@ -235,7 +237,11 @@ def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
     """
     descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        yield _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, target)
+        free = _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, target)
+        if free:
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)  # the name of a holder that was killed
+        yield free
     finally:
         os.close(descriptor)
 
@@ -282,10 +288,11 @@ def _holder_of(file: TextIO) -> str:
         pid, host, holder, since = json.loads(file.read())
     except (OSError, ValueError, TypeError):
         return "another process"
-    if host == socket.gethostname() and not Path("/proc", str(pid)).exists():
-        return "another process"  # the named one was killed, and a shared lock followed
     place = f"process {pid} on {host}, since {since}"
-    return f"{holder} ({place})" if holder else place
+    name = f"{holder} ({place})" if holder else place
+    if host == socket.gethostname() and not Path("/proc", str(pid)).exists():
+        return f"a process that {name} started before it was killed"
+    return name
 
 
 def _replace_text(file: TextIO, text: str) -> None:

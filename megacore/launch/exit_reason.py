@@ -27,7 +27,7 @@ from megacore.errors import (
     TrainingStoppedError,
     WorkspaceError,
 )
-from megacore.launch.guard import REASON_MARK
+from megacore.launch.guard import JOB_VARIABLE, REASON_MARK, job_mark
 
 LAUNCHER_REASON = "launcher_reason.json"
 """Name of the file with the launcher's own reason for ending the job, next to the ranks' reasons.
@@ -63,13 +63,16 @@ class ExitReason:
     """Unix time in seconds."""
     secondary: bool
     """True if this rank failed only because another rank was gone."""
+    mark: str = ""
+    """Mark of the job; empty for a rank without one, which a scheduler or a user started."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "ExitReason":
         """Build the reason from the exception that ended `rank`."""
         typed, secondary = _typed(error)
         name = next(base.__name__ for base in type(typed).__mro__ if base.__name__ in ERROR_TYPES)
-        return cls(rank, name, str(typed), time.time(), secondary)
+        mark = job_mark(os.environ.get(JOB_VARIABLE, ""))
+        return cls(rank, name, str(typed), time.time(), secondary, mark)
 
     @property
     def stopped(self) -> bool:

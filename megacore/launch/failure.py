@@ -72,6 +72,9 @@ class Attempt:
     """Hosts that prefix their log lines with their names; empty for a job on one host."""
     printed: bytearray = field(default_factory=bytearray)
     """Reasons that ranks could not write to their files, one in each line, from the guard."""
+    mark: str = ""
+    """Mark of the job, which its ranks inherit. Reasons with another mark are of an earlier attempt
+    and do not count; if it is empty, all count."""
 
     @property
     def table_path(self) -> Path:
@@ -84,7 +87,12 @@ class Attempt:
         return reasons[0].exception() if reasons else self._launchers_own(reasons)
 
     def _reasons(self) -> list[ExitReason]:
-        return read_reasons(self.exit_directory, printed_reasons(bytes(self.printed).splitlines()))
+        printed = printed_reasons(bytes(self.printed).splitlines())
+        return [
+            reason
+            for reason in read_reasons(self.exit_directory, printed)
+            if reason.mark in ("", self.mark) or not self.mark
+        ]
 
     def _launchers_own(self, reasons: list[ExitReason]) -> MegacoreError | None:
         """Return the launcher's own reason, unless a rank has a reason of its own."""

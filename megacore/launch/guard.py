@@ -24,6 +24,10 @@ by SIGKILL, the kernel kills the command (PR_SET_PDEATHSIG) and each rank that c
 `exit_reason.die_with_parent`. The supervisor, if it is still alive, kills all other processes with
 the job's mark in their environment.
 
+The guard inherits the descriptor of the run's lock and does not pass it on. After the end of its
+parent the lock is therefore held until all ranks have ended, those on other hosts and those of a
+scheduler's job included, because the command waits for them.
+
 On a remote host the guard runs between ssh and the ranks of that host: stdin ends when either side
 closes the connection.
 
@@ -348,6 +352,11 @@ def marked(*marks: str) -> list[int]:
 def host_mark(mark: str, host: int | None) -> str:
     """Return the mark of a job's processes on host number `host`; None means the head."""
     return f"{mark}.{'head' if host is None else host}"
+
+
+def job_mark(mark: str) -> str:
+    """Return the mark of the whole job, given it or the mark of the job's processes on a host."""
+    return mark.partition(".")[0]
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def supervise(
     hosts: Sequence[str] = (),
     stop_margin: float = 0.0,
     count_oom_kills: Callable[[], int | None] = oom_kills,
+    inherited: Sequence[int] = (),
 ) -> None:
     """Run `command` to its end under the guard and append its output to `log`.
 
@@ -91,6 +92,8 @@ def supervise(
         hosts: hosts of the job if there are several, otherwise empty.
         stop_margin: seconds that the command needs to stop, in addition to `stop_grace`.
         count_oom_kills: function that returns the number of out-of-memory kills so far.
+        inherited: descriptors that the guard keeps open until the job has ended, such as that of a
+            lock, which then outlives this process if it is killed.
 
     Raises:
         MegacoreError: the error that a rank, or else the launcher, wrote to `exit_directory`;
@@ -108,12 +111,22 @@ def supervise(
         )
     _prepare(log, exit_directory)
     written = log.stat().st_size if log.exists() else 0
+    mark = secrets.token_hex(16)
     attempt = Attempt(
-        command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills), tuple(hosts)
+        command[0],
+        log,
+        written,
+        exit_directory,
+        ranks,
+        KillCounter(count_oom_kills),
+        tuple(hosts),
+        mark=mark,
     )
     watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
     limit = _Limit(timeout, timeout_setting, f"{' '.join(command[-3:])} ran longer than", log)
-    with _guarded([executable, *command[1:]], log, env or {}, stop_grace + stop_margin) as guard:
+    variables = {**os.environ, **(env or {}), JOB_VARIABLE: mark}
+    grace = stop_grace + stop_margin
+    with _guarded([executable, *command[1:]], log, variables, grace, inherited) as guard:
         code = _until_the_end(guard, attempt, watch, limit, on_poll, poll_interval, stall_limit)
         _take_printed(guard, attempt)
     on_poll()
@@ -261,10 +274,17 @@ def _prepare(log: Path, exit_directory: Path) -> None:
 
 @contextlib.contextmanager
 def _guarded(
-    command: list[str], log: Path, env: Mapping[str, str], grace: float
+    command: list[str],
+    log: Path,
+    variables: Mapping[str, str],
+    grace: float,
+    inherited: Sequence[int],
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run the guard with its command inside the block; end every process of the job after it."""
-    mark = secrets.token_hex(16)
+    """Run the guard with its command inside the block; end every process of the job after it.
+
+    `variables` is the environment of the guard and its command, with the job's mark.
+    """
+    mark = variables[JOB_VARIABLE]
     with open(log, "ab") as output:
         guard = subprocess.Popen(
             [
@@ -281,7 +301,8 @@ def _guarded(
             stderr=output,
             # The terminal's Ctrl-C goes to this process, which then ends the guard.
             start_new_session=True,
-            env={**os.environ, **env, JOB_VARIABLE: mark},
+            env=variables,
+            pass_fds=inherited,  # the guard does not pass them on
         )
     assert guard.stdout is not None
     os.set_blocking(guard.stdout.fileno(), False)

@@ -3,7 +3,7 @@
 Each writes its job file and runs the ranks under the guard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,16 @@ FINETUNE_VERSION = 1
 FINETUNE_EXPORT_VERSION = 1
 
 
-def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
+def finetune(
+    job: FinetuneJob, on_poll: Callable[[], None] = nothing, inherited: Sequence[int] = ()
+) -> None:
     """Fine-tune to the last step, from the newest complete checkpoint of the run directory.
+
+    Args:
+        job: the job of the ranks.
+        on_poll: callback, a few times a second.
+        inherited: descriptors that stay open until all ranks have ended, even if this process is
+            killed, such as that of the run's lock.
 
     Raises:
         MegacoreError: the typed error of the rank that failed first.
@@ -41,7 +49,7 @@ def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
     reads = [Path(job.pretrained_directory), Path(job.examples_directory)]
     minutes = job.config.launch.timeout_minutes
     with first_read(job, reads, on_poll) as polled:
-        run_ranks(job, "megacore.ranks.finetune", job_file, log, polled, minutes)
+        run_ranks(job, "megacore.ranks.finetune", job_file, log, polled, minutes, inherited)
 
 
 def run_ranks(
@@ -51,6 +59,7 @@ def run_ranks(
     log: Path,
     on_poll: Callable[[], None] = nothing,
     minutes: float | None = None,
+    inherited: Sequence[int] = (),
 ) -> None:
     """Start the job's ranks with the settings of `config.launch`, and supervise them.
 
@@ -63,6 +72,7 @@ def run_ranks(
         log: path of the ranks' log.
         on_poll: callback, a few times a second.
         minutes: time limit in minutes; None means no limit.
+        inherited: see `supervise`.
 
     Raises:
         MegacoreError: the errors of `finetune`.
@@ -74,7 +84,7 @@ def run_ranks(
         prepare_finetune_hosts(job, hosts, ssh_of(launch))
     start = start_ranks(launch, module, job, job_file)
     with advising(Path(job.exit_directory), lambda: memory_advice(job.config)):
-        supervise_job(start, job, log, on_poll, minutes)
+        supervise_job(start, job, log, on_poll, minutes, inherited)
 
 
 def export(

@@ -51,10 +51,18 @@ def attempt_log(job: TrainJob | FinetuneJob) -> Path:
     return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
 
 
-def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
+def train(
+    job: TrainJob, on_poll: Callable[[], None] = nothing, inherited: Sequence[int] = ()
+) -> None:
     """Train until `train.train_iters`, from the newest complete checkpoint of the run directory.
 
     DeepSpeed's operators are compiled first, on this host.
+
+    Args:
+        job: the job of the ranks.
+        on_poll: callback, a few times a second.
+        inherited: descriptors that stay open until all ranks have ended, even if this process is
+            killed, such as that of the run's lock.
 
     Raises:
         MegacoreError: the typed error of the rank that failed first.
@@ -80,7 +88,8 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
         first_read(job, reads, on_poll) as polled,
         advising(Path(job.exit_directory), lambda: _memory_advice(job)),
     ):
-        supervise_job(start, job, log, polled, job.config.launch.timeout_minutes)
+        minutes = job.config.launch.timeout_minutes
+        supervise_job(start, job, log, polled, minutes, inherited)
 
 
 @contextmanager
@@ -207,6 +216,7 @@ def supervise_job(
     log: Path,
     on_poll: Callable[[], None],
     minutes: float | None,
+    inherited: Sequence[int] = (),
 ) -> None:
     """Run the command of `start` to its end, with the settings of the job's `config.launch`.
 
@@ -216,6 +226,7 @@ def supervise_job(
         log: file that the output is appended to.
         on_poll: callback at each poll.
         minutes: time limit in minutes; None means no limit.
+        inherited: see `supervise`.
 
     Raises:
         MegacoreError: any error of `supervise`.
@@ -232,6 +243,7 @@ def supervise_job(
         ranks=_ranks_to_come(job),
         hosts=start.hosts,
         stop_margin=start.stop_margin,
+        inherited=inherited,
     )
 
 

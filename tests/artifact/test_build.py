@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from megacore.artifact import (
     lock,
     open_artifact,
 )
-from megacore.artifact.build import is_locked
+from megacore.artifact.build import is_locked, try_lock
 from megacore.artifact.files import write_json
 from megacore.errors import ArtifactError, FileAccessError, MemoryExhaustedError, WorkspaceError
 
@@ -273,6 +274,27 @@ def test_waiting_process_names_the_holder(
         pass
     assert len(shown) == 1
     assert f"{tmp_path / 'run'}, which flow run 'first' (process {holder.pid} on " in shown[0]
+
+
+def test_lock_is_held_until_an_heir_of_its_descriptor_has_ended(tmp_path: Path) -> None:
+    with lock(tmp_path / "run") as held:
+        heir = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[held])
+    assert is_locked(tmp_path / "run")
+    with try_lock(tmp_path / "run") as free:
+        assert not free
+    heir.communicate(timeout=30)
+    assert not is_locked(tmp_path / "run")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_name_of_a_killed_holder_is_removed_by_the_next_one(
+    tmp_path: Path, start_holder: Holder, shared: bool
+) -> None:
+    kill(start_holder())
+    assert "first" in (tmp_path / ".run.lock").read_text()
+    with try_lock(tmp_path / "run", shared=shared) as free:
+        assert free
+    assert (tmp_path / ".run.lock").read_text() == ""
 
 
 def test_waiting_process_does_not_name_a_dead_holder(tmp_path: Path, start_holder: Holder) -> None:

@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.build import lock_file
 from megacore.launch import supervise as real
 from megacore.launch.failure import Attempt
 from megacore.launch.watch import KillCounter
@@ -19,6 +20,8 @@ from megacore.launch.watch import KillCounter
 LIMIT = 120.0
 """Seconds that a rank may take."""
 _POLL = 0.05
+_WITH_LOCK = ("megacore.ranks.pretrain", "megacore.ranks.finetune")
+"""Entry points of ranks that must not outlive the lock of their run."""
 
 
 def supervise(
@@ -28,6 +31,7 @@ def supervise(
     exit_directory: Path,
     env: dict[str, str],
     on_poll: Callable[[], None],
+    inherited: Sequence[int] = (),
     **values: Any,
 ) -> None:
     """Run the rank of `python -m MODULE ARGUMENTS` to its end, without a guard.
@@ -35,9 +39,18 @@ def supervise(
     Errors are those of `megacore.launch.supervise`, which also runs commands with several ranks.
     """
     interpreter, option, module, *arguments = command
+    if module in _WITH_LOCK:
+        held = [Path(os.readlink(f"/proc/self/fd/{descriptor}")) for descriptor in inherited]
+        assert held == [lock_file(exit_directory.absolute().parent)]
     if (interpreter, option) != (sys.executable, "-m") or not module.startswith("megacore.ranks."):
         real.supervise(
-            command, log=log, exit_directory=exit_directory, env=env, on_poll=on_poll, **values
+            command,
+            log=log,
+            exit_directory=exit_directory,
+            env=env,
+            on_poll=on_poll,
+            inherited=inherited,
+            **values,
         )
         return
     real._prepare(log, exit_directory)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from megacore.artifact import lock
+from megacore.artifact.build import is_locked
 from megacore.errors import (
     ConfigError,
     LaunchError,
@@ -21,6 +23,7 @@ from megacore.errors import (
     PreemptedError,
     RankLostError,
     StageTimeoutError,
+    TrainingError,
     TrainingStoppedError,
     WorkspaceError,
 )
@@ -155,6 +158,36 @@ def test_reason_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit" / "rank_0.json").write_text(json.dumps(old))
     with pytest.raises(RankLostError):
         run(tmp_path, [sys.executable, "-c", "exit(5)"])
+
+
+FOREIGN_SCRIPT = """
+import os, pathlib, signal, sys
+from megacore.launch.exit_reason import write_reason
+from megacore.launch.guard import JOB_VARIABLE
+own, code = os.environ[JOB_VARIABLE], int(sys.argv[2])
+os.environ[JOB_VARIABLE] = "0" * 32 + ".1"
+write_reason(pathlib.Path(sys.argv[1]), 0, FileNotFoundError("iter_0000010.tmp-1"))
+if len(sys.argv) > 3:
+    os.environ[JOB_VARIABLE] = own + sys.argv[3]
+    write_reason(pathlib.Path(sys.argv[1]), 1, ValueError("of this attempt"))
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+
+
+def run_with_a_foreign_reason(tmp_path: Path, *arguments: str) -> None:
+    run(tmp_path, [sys.executable, "-c", FOREIGN_SCRIPT, str(tmp_path / "exit"), *arguments])
+
+
+def test_reason_that_an_earlier_attempt_writes_late_is_ignored(tmp_path: Path) -> None:
+    run_with_a_foreign_reason(tmp_path, "0")
+    with pytest.raises(RankLostError, match="was ended by SIGKILL"):
+        run_with_a_foreign_reason(tmp_path, "-9")
+
+
+@pytest.mark.parametrize("host", ["", ".head", ".1"])
+def test_reason_of_this_attempt_counts_on_every_host(tmp_path: Path, host: str) -> None:
+    with pytest.raises(TrainingError, match="rank 1: ValueError: of this attempt"):
+        run_with_a_foreign_reason(tmp_path, "1", host)
 
 
 def test_secondary_reason_does_not_hide_the_primary_reason(tmp_path: Path) -> None:
@@ -395,9 +428,17 @@ def test_port_in_use_is_reported(tmp_path: Path) -> None:
 
 DRIVER = """
 import pathlib, sys
+from megacore.artifact import lock
 from megacore.launch.supervise import supervise
 directory = pathlib.Path(sys.argv[1])
-supervise(sys.argv[2:], log=directory / "log", exit_directory=directory / "exit", stop_grace=1.0)
+with lock(directory / "run", holder="flow run 'first'") as held:
+    supervise(
+        sys.argv[2:],
+        log=directory / "log",
+        exit_directory=directory / "exit",
+        stop_grace=1.0,
+        inherited=[held],
+    )
 """
 
 
@@ -427,6 +468,39 @@ def test_death_of_the_flow_process_ends_all_ranks(
     driver.send_signal(number)
     none_alive(pids, LIMIT)
     driver.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("behaviour", ["stubborn", "orphaned-waiting"])
+def test_lock_of_a_killed_flow_is_held_until_all_ranks_have_ended(
+    tmp_path: Path, behaviour: str
+) -> None:
+    driver = start_driver(tmp_path, behaviour)
+    pids, shown = rank_pids(tmp_path), []
+    driver.kill()
+    driver.wait()
+    with lock(tmp_path / "run", on_wait=shown.append):
+        assert not any(alive(pid) for pid in pids)
+    assert len(shown) == 1
+    assert re.fullmatch(
+        rf"waits for {tmp_path}/run, which a process that flow run 'first' "
+        rf"\(process {driver.pid} on .*, since .*\) started before it was killed uses",
+        shown[0],
+    )
+    driver.communicate(timeout=10)
+
+
+def test_ranks_do_not_inherit_the_lock(tmp_path: Path) -> None:
+    script = """
+import os, pathlib
+links = pathlib.Path("/proc/self/fd").iterdir()
+print("open:", [os.readlink(link) for link in links if os.path.lexists(link)])
+"""
+    with lock(tmp_path / "run") as held:
+        run(tmp_path, [sys.executable, "-c", script], inherited=[held])
+    text = (tmp_path / "logs" / "train.log").read_text()
+    assert "open:" in text
+    assert ".run.lock" not in text
+    assert not is_locked(tmp_path / "run")
 
 
 def guard_of(driver: "subprocess.Popen[bytes]") -> int:
