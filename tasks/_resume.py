@@ -62,6 +62,24 @@ def resumed_state(config: RunConfig) -> "TrainState | None":
         return None
 
 
+def planned_before(config: RunConfig) -> int | None:
+    """Return the samples for which the run of the resumed checkpoint planned its samples' order.
+
+    None without such a checkpoint, if its samples have another data.seq_length, and if it has no
+    readable state: `check_resumed` and the training refuse it.
+    """
+    from megacore.train.state import planned_samples
+
+    if config.resume.checkpoint is None:
+        return None
+    try:
+        saved = read_state(Path(config.resume.checkpoint))
+        same_length = saved[CONFIG_KEY]["data"]["seq_length"] == config.data.seq_length
+        return planned_samples(saved) if same_length else None
+    except (CheckpointError, KeyError, TypeError):
+        return None
+
+
 def check_resumed(config: RunConfig) -> None:
     """Log the differences to the checkpoint's configuration.
 

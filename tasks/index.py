@@ -15,11 +15,12 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import blend_steps
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
+from megacore.errors import MegacoreError
 from megacore.plan.epochs import Epochs, measured_epochs
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Dataset
-from tasks._resume import resumed_state
+from tasks._resume import planned_before, resumed_state
 
 if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
@@ -43,11 +44,7 @@ def requested_samples(config: RunConfig) -> tuple[int, int, None]:
     The test split is one epoch of each source, so its number is None.
     """
     train = config.train
-    return (
-        max(BatchSchedule.of(train).consumed_after(train.train_iters), consumed_samples(config)),
-        train.eval_iters * train.global_batch_size,
-        None,
-    )
+    return consumed_samples(config), train.eval_iters * train.global_batch_size, None
 
 
 def consumed_samples(config: RunConfig) -> int:
@@ -118,9 +115,8 @@ def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
     return Mixture.single(*prefixes.values())
 
 
-def read_steps(config: RunConfig) -> dict[str, Any]:
-    """Return the steps of the blend's weights within the training as a value of a key, if any."""
-    samples, *_ = requested_samples(config)
+def read_steps(config: RunConfig, samples: int) -> dict[str, Any]:
+    """Return the blend's later weights within `samples` samples as a value of a key, if any."""
     steps = blend_steps(config.data)
     read = [[first, list(weights)] for first, weights in steps if first < samples]
     return {"blend_schedule": read} if read else {}
@@ -208,6 +204,30 @@ def epochs_summary(config: RunConfig, index: Artifact) -> str:
     return f"{sentence}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
+def same_order(config: RunConfig, before: Path, index: Artifact) -> bool:
+    """Return True if the maps in `before` and those of `index` begin with the same train samples.
+
+    Both are of the same tokens and options. False also if the manifest in `before` is not readable.
+    """
+    if config.family == "gpt" and config.data.packing == "best_fit":
+        return True  # more epochs are drawn after the others
+    try:
+        plans = [
+            Manifest.read(directory).parameters["plan"]["train"]
+            for directory in (before, index.directory)
+        ]
+    except (MegacoreError, KeyError):
+        return False
+    old, new = (
+        [
+            (member["epochs"], member.get("separate_final_epoch"))
+            for member in plan.get("members", [plan])
+        ]
+        for plan in plans
+    )
+    return old == new
+
+
 def _digest(content: Any) -> str:
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -220,14 +240,17 @@ def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     """Return the key of the maps.
 
-    It contains the plan of the maps, so more iterations within an epoch do not change it.
+    It contains the plan of the maps, so more iterations within an epoch do not change it. A run
+    that resumes from another one keeps its order of samples; further epochs follow after those.
     """
     from megacore.data.index_maps import VERSION, index_plan
     from megacore.data.sentence_maps import sentence_plan
 
     plan_of = index_plan if config.family == "gpt" else sentence_plan
-    plan = plan_of(mixture(config, tokens), index_options(config), requested_samples(config))
-    resolved = resolved_samples(config) | read_steps(config) | {"plan": plan}
+    requested, before = requested_samples(config), planned_before(config)
+    plan = plan_of(mixture(config, tokens), index_options(config), requested, planned_before=before)
+    steps = read_steps(config, max(requested[0], before or 0))
+    resolved = resolved_samples(config) | steps | {"plan": plan}
     parameters = key_parameters(config, "index", resolved)
     return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
@@ -242,7 +265,11 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
 
     def fill(directory: Path) -> dict[str, Any]:
         return build_maps(
-            mixture(config, tokens), directory, index_options(config), requested_samples(config)
+            mixture(config, tokens),
+            directory,
+            index_options(config),
+            requested_samples(config),
+            planned_before=planned_before(config),
         )
 
     return build(config, index_key(config, tokens), fill, writes=lambda: _map_bytes(config, tokens))
@@ -255,6 +282,7 @@ def _map_bytes(config: RunConfig, tokens: Artifact) -> int:
     documents, and its place in the shuffled order. BERT and T5 have 12 bytes for a sample.
     """
     train, valid, _ = requested_samples(config)
+    train = max(train, planned_before(config) or 0)
     if config.family != "gpt":
         return 12 * (train + valid)
     in_epoch = max(1, tokens.counts["tokens"] // config.data.seq_length)

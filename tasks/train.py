@@ -30,7 +30,7 @@ from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._live_run import live_run
 from tasks._mlflow import RunFacts, Tracking
-from tasks._resume import resumed_digest
+from tasks._resume import planned_before, resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
@@ -38,6 +38,7 @@ from tasks.index import (
     epochs_of,
     read_steps,
     resolved_samples,
+    same_order,
     split_datasets,
     without_other_families,
 )
@@ -109,7 +110,8 @@ def train_key(
     """
     run = run_key(config, tokens, tokenizer)
     skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
-    resolved = ({"skip_samples": skipped} if skipped else {}) | read_steps(config)
+    steps = read_steps(config, consumed_samples(config))
+    resolved = ({"skip_samples": skipped} if skipped else {}) | steps
     parameters = key_parameters(config, "train", resolved)
     return StageKey("train", run.version, run.parameters | parameters, run.inputs)
 
@@ -248,11 +250,15 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
     longer = previous.config.train.train_iters != config.train.train_iters
     reweighted = previous.config.data.blend_schedule != config.data.blend_schedule
     # The keys are compared, because the workspace may have been moved.
-    other_index = Path(previous.index_directory).name != index.key
-    if other_index and (longer or not reweighted):
+    before = index.directory.with_name(Path(previous.index_directory).name)
+    if (
+        before.name != index.key
+        and (longer or not reweighted)
+        and not same_order(config, before, index)
+    ):
         log.warning(
-            "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn "
-            "in a new order",
+            "train.train_iters %d needs other epochs of the data than %d did: the samples are "
+            "drawn in a new order",
             config.train.train_iters,
             previous.config.train.train_iters,
         )
@@ -319,6 +325,7 @@ def job_of(
         threads_per_rank=threads,
         hosts=dict(hosts or {}),
         attempt=stages.next_attempt(directory),
+        planned_samples=_planned_samples(config),
     )
 
 
@@ -333,6 +340,14 @@ def _special_tokens(config: RunConfig, tokenizer: Artifact) -> SpecialTokens:
     return tokens.continuing(
         read_spec(Path(earlier)).special_tokens, tokenizer.counts["vocab_size"]
     )
+
+
+def _planned_samples(config: RunConfig) -> int | None:
+    """Return the samples for which the run's order is planned; None if it resumes from no other."""
+    if config.resume.checkpoint is None:
+        return None
+    before = planned_before(config)
+    return consumed_samples(config) if before is None else before
 
 
 def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict[str, Any]:

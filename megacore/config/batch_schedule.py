@@ -1,8 +1,8 @@
 """Global batch size as a function of the consumed samples, with Megatron-LM's ramp-up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from megacore.config.train import TrainConfig
 
@@ -41,6 +41,18 @@ class BatchSchedule:
         if rampup is None:
             return cls(total, total)
         return cls(total, rampup.start, rampup.increment, rampup.samples)
+
+    @classmethod
+    def of_json(cls, train: Mapping[str, Any]) -> Self:
+        """Return the schedule of the section `train` of a stored configuration.
+
+        Only the fields of the batch are read, because others may be of an earlier version. Raises
+        ValueError if they are damaged.
+        """
+        names = ("micro_batch_size", "global_batch_size", "rampup_batch_size")
+        return cls.of(
+            TrainConfig.model_validate({name: train[name] for name in names if name in train})
+        )
 
     def at(self, consumed_samples: int) -> int:
         """Return the size of the global batch that begins at `consumed_samples`."""

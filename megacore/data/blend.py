@@ -12,7 +12,7 @@ twice at a step. A data set of weight 0 gives nothing in that step.
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,31 @@ class Division:
     steps: tuple[WeightStep, ...] = ()
     """Later weights, all within the size."""
     least: tuple[int, ...] | None = None
-    """Number of samples that suffice of each member with these steps; None without steps."""
+    """Number of samples that suffice of each member with these steps, or beyond the samples of an
+    earlier plan; None if those asked for suffice."""
 
 
-def divide(mixture: Mixture, style: IndexStyle, name: str, requested: int | None) -> Division:
-    """Divide the requested samples of a split among its members."""
+def divide(
+    mixture: Mixture,
+    style: IndexStyle,
+    name: str,
+    requested: int | None,
+    planned_before: int | None = None,
+) -> Division:
+    """Divide the requested samples of a split among its members.
+
+    `planned_before` is the number of samples of an earlier plan, whose order stays the same: what
+    is requested beyond it is in `least`.
+    """
+    if requested is not None and planned_before is not None and planned_before != requested:
+        before = divide(mixture, style, name, planned_before)
+        if planned_before > requested:
+            return before
+        division = divide(mixture, style, name, requested)
+        enough = [count for count in division.asked if count is not None]
+        if not enough:  # every sample once: more of them begin like fewer
+            return division
+        return replace(division, asked=before.asked, least=division.least or tuple(enough))
     members = mixture.of(name)
     member_weights = [member.weight for member in members if member.weight is not None]
     # Megatron core does not blend the only data set of a split; GPT-NeoX does if it has a weight.

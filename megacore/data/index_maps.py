@@ -100,7 +100,11 @@ _BUILDERS: dict[type[np.generic], Any] = {
 
 
 def index_plan(
-    mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+    mixture: Mixture,
+    options: IndexOptions,
+    samples: Sequence[int | None],
+    *,
+    planned_before: int | None = None,
 ) -> dict[str, Any]:
     """Return the values that determine the maps together with data, weights and options.
 
@@ -108,24 +112,31 @@ def index_plan(
 
     The plan replaces the requested numbers of samples (train, valid, test; None: one epoch) in the
     index stage's key, so that requesting more samples within the same epochs keeps the key. A blend
-    has its size in the plan. Raises ConfigError, DataFormatError.
+    has its size in the plan. See `plan_splits` for `planned_before`. Raises ConfigError,
+    DataFormatError.
     """
-    plans = plan_splits(_open(mixture), mixture, options, samples)
+    plans = plan_splits(_open(mixture), mixture, options, samples, planned_before=planned_before)
     return {name: _plan_values(plan, mixture) for name, plan in plans.items()}
 
 
 def build_index_maps(
-    mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
+    mixture: Mixture,
+    directory: str | Path,
+    options: IndexOptions,
+    samples: Sequence[int | None],
+    *,
+    planned_before: int | None = None,
 ) -> dict[str, Any]:
     """Write the maps of each split and `index.json` into `directory`; return counts per split.
 
     `samples` are the requested numbers for train, valid and test. The maps of a data set cover
     whole epochs, so a split has at least that many samples; a blend with weights has as many, or a
     few more. None means one epoch, and in a blend each sample of each member once, regardless of
-    its weight. Raises ConfigError, DataFormatError, WorkspaceError.
+    its weight. See `plan_splits` for `planned_before`. Raises ConfigError, DataFormatError,
+    WorkspaceError.
     """
     datasets = _open(mixture)
-    plans = plan_splits(datasets, mixture, options, samples)
+    plans = plan_splits(datasets, mixture, options, samples, planned_before=planned_before)
     folders = {
         prefix: Path(directory) if mixture.is_single else member_directory(directory, number)
         for number, prefix in enumerate(mixture.prefixes)

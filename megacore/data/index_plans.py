@@ -45,8 +45,9 @@ class EpochPlan:
     partial_sample: bool = False
     """True if the last sample is shorter than the others."""
     further_epochs: int = 0
-    """Number of epochs after those, which only later weights of a blend need. Each is shuffled
-    separately, so that the samples before are the same without it."""
+    """Number of epochs after those, which only later weights of a blend or a run that resumes from
+    another one need. Each is shuffled separately, so that the samples before are the same without
+    it."""
 
     @property
     def all_epochs(self) -> int:
@@ -89,13 +90,22 @@ def plan_splits(
     mixture: Mixture,
     options: IndexOptions,
     samples: Sequence[int | None],
+    *,
+    planned_before: int | None = None,
 ) -> dict[str, SplitPlan]:
-    """Plan each split that has members. Raises ConfigError, DataFormatError."""
+    """Plan each split that has members.
+
+    `planned_before` is the number of samples of the train split for which an earlier run planned
+    its maps. Their order stays, and further epochs follow if more are requested.
+
+    Raises ConfigError, DataFormatError.
+    """
     check_agreement(mixture, options)
     plans = {}
     for name, requested in zip(SPLIT_NAMES, samples, strict=True):
         if check_requested(mixture, name, requested):
-            plans[name] = _plan_split(datasets, mixture, options, name, requested)
+            before = planned_before if name == "train" else None
+            plans[name] = _plan_split(datasets, mixture, options, name, requested, before)
     return plans
 
 
@@ -133,8 +143,12 @@ def _plan_split(
     options: IndexOptions,
     name: str,
     requested: int | None,
+    planned_before: int | None,
 ) -> SplitPlan:
-    division = divide(mixture, options.style, name, requested)
+    if options.packing == "best_fit" and None not in (requested, planned_before):
+        # One random state draws epoch after epoch, so a plan of more begins like one of fewer.
+        planned_before = max(requested or 0, planned_before or 0)
+    division = divide(mixture, options.style, name, requested, planned_before)
     members, plans = mixture.of(name), []
     for place, (member, count) in enumerate(zip(members, division.asked, strict=True)):
         number = mixture.prefixes.index(member.prefix)

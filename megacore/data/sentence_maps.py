@@ -56,8 +56,8 @@ class SentencePart:
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
     least: int = 0
-    """Number of samples that later weights of a blend need. Single epochs, each drawn and shuffled
-    with a seed of its own, follow until they are there."""
+    """Number of samples that later weights of a blend or a run that resumes from another one need.
+    Single epochs, each drawn and shuffled with a seed of its own, follow until they are there."""
 
 
 @dataclass(frozen=True)
@@ -119,33 +119,61 @@ def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
 
 
 def sentence_plan(
-    mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+    mixture: Mixture,
+    options: IndexOptions,
+    samples: Sequence[int | None],
+    *,
+    planned_before: int | None = None,
 ) -> dict[str, Any]:
     """Return the values that determine the maps together with data, weights and options.
 
     These are the epochs of each split, and the size of a blend.
 
     As with `megacore.data.index_maps.index_plan`, the plan replaces the requested numbers of
-    samples in the index stage's key. Raises ConfigError, DataFormatError.
+    samples in the index stage's key; see `megacore.data.index_plans.plan_splits` for
+    `planned_before`. Raises ConfigError, DataFormatError.
     """
     plans: dict[str, Any] = {}
-    for name, split in _plan_splits(mixture, options, samples).items():
-        members = [{"epochs": count_samples(part, options)[0]} for part in split.parts.values()]
+    requested = samples[0]
+    extends = None not in (requested, planned_before) and (planned_before or 0) < (requested or 0)
+    for name, split in _plan_splits(mixture, options, samples, planned_before).items():
+        members = [
+            _plan_values(part, options, extends=extends and name == "train")
+            for part in split.parts.values()
+        ]
         plans[name] = (
             members[0] if mixture.is_single else {"size": split.division.size, "members": members}
         )
     return plans
 
 
+def _plan_values(part: SentencePart, options: IndexOptions, *, extends: bool) -> dict[str, int]:
+    """Return the epochs of a part; if it extends an earlier plan, those after that plan separately.
+
+    Without an earlier plan, the steps of a blend, which are in the key, determine how many follow.
+    """
+    epochs, _ = count_samples(part, options)
+    further = 0
+    if extends:
+        further = epochs - count_samples(replace(part, least=0), options)[0]
+    return {"epochs": epochs - further} | ({"further_epochs": further} if further else {})
+
+
 def build_sentence_maps(
-    mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
+    mixture: Mixture,
+    directory: str | Path,
+    options: IndexOptions,
+    samples: Sequence[int | None],
+    *,
+    planned_before: int | None = None,
 ) -> dict[str, Any]:
     """Write the sentence maps of each split and `index.json` into `directory`.
 
-    `samples` and blends have the same meaning as in `megacore.data.index_maps.build_index_maps`.
-    Returns counts per split. Raises ConfigError, DataFormatError, WorkspaceError.
+    `samples`, `planned_before` and blends have the same meaning as in
+    `megacore.data.index_maps.build_index_maps`. Returns counts per split. Raises ConfigError,
+    DataFormatError, WorkspaceError.
     """
-    splits = _plan_splits(mixture, options, samples)
+    splits = _plan_splits(mixture, options, samples, planned_before)
     counts: dict[str, Any] = {}
     for name, split in splits.items():
         entries = []
@@ -215,7 +243,10 @@ def sentences_of(options: IndexOptions) -> SentenceOptions:
 
 
 def _plan_splits(
-    mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+    mixture: Mixture,
+    options: IndexOptions,
+    samples: Sequence[int | None],
+    planned_before: int | None,
 ) -> dict[str, _Split]:
     sentences_of(options)
     check_agreement(mixture, options)
@@ -224,7 +255,8 @@ def _plan_splits(
     for name, requested in zip(SPLIT_NAMES, samples, strict=True):
         if not check_requested(mixture, name, requested):
             continue
-        division = divide(mixture, options.style, name, requested)
+        before = planned_before if name == "train" else None
+        division = divide(mixture, options.style, name, requested, before)
         parts = {}
         least = division.least or (0,) * len(division.asked)
         for member, member_samples, later in zip(

@@ -116,6 +116,10 @@ class Job(RankJob):
 class TrainJob(Job):
     """Distributed pretraining; resumes from the newest complete checkpoint in `run_directory`."""
 
+    planned_samples: int | None = None
+    """Samples of the train split for which the order of the samples was planned, before the epochs
+    that follow it; None if the run did not resume from another one."""
+
 
 class EvaluateJob(Job):
     """Measurement of the perplexity of checkpoints on the test and valid splits."""

@@ -99,6 +99,7 @@ def pretrain(job: TrainJob) -> None:
                 spec=job.spec,
                 peaks=peaks,
                 started=started,
+                planned_samples=job.planned_samples,
                 origins=partial(_documents, job),
             )
             trainer.run()

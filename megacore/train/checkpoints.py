@@ -38,7 +38,7 @@ from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation
-from megacore.train.state import TrainState
+from megacore.train.state import PLANNED_KEY, TrainState
 
 if TYPE_CHECKING:
     from megacore.config.difference import Change
@@ -66,6 +66,8 @@ class RunCheckpoints:
         recorder: Recorder,
         run_directory: Path,
         spec: ModelSpec,
+        *,
+        planned_samples: int | None = None,
     ) -> None:
         """Create the loader and saver without reading or writing anything. Collective.
 
@@ -76,6 +78,8 @@ class RunCheckpoints:
             recorder: receiver of the checkpoint events.
             run_directory: directory that contains the run's checkpoints.
             spec: model specification, stored in every checkpoint.
+            planned_samples: samples for which the order was planned, stored in every checkpoint;
+                None if the run did not resume from another one.
         """
         keep = config.checkpoint
         self.root = run_directory / CHECKPOINTS_NAME
@@ -89,6 +93,7 @@ class RunCheckpoints:
             recorder,
             spec,
         )
+        self._planned_samples = planned_samples
         self._ranks = RankGroup(None)
         self._keep: dict[str, Any] = keep.model_dump(
             include={"keep_last", "keep_every", "keep_best"}
@@ -146,13 +151,15 @@ class RunCheckpoints:
         `validation` is the evaluation behind its `valid_ppl`, None if there was no time for it.
         Collective. Raises the error of the previous save, if it failed.
         """
-        values = {
+        values: dict[str, Any] = {
             "train": state.to_json(),
             "engine": self._engine.state(),
             MODEL_KEY: self._spec.model_dump(mode="json"),
             CONFIG_KEY: self._config.model_dump(mode="json"),
             PRECISION_KEY: self._engine.precision,
         }
+        if self._planned_samples is not None:
+            values[PLANNED_KEY] = self._planned_samples
         loss = None if validation is None else validation.loss
         if validation is not None:
             values[VALIDATION_KEY] = {

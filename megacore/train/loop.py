@@ -70,6 +70,7 @@ class Trainer:
         spec: ModelSpec,
         peaks: Peaks | None = None,
         started: float | None = None,
+        planned_samples: int | None = None,
         origins: Callable[[Sequence[int]], str] = lambda samples: "",
     ) -> None:
         """Create the parts of a run.
@@ -84,6 +85,8 @@ class Trainer:
             spec: model specification, stored in every checkpoint.
             peaks: peak rates of this rank's device, for MFU; None reports no MFU.
             started: time.monotonic() at the start of this attempt; None means now.
+            planned_samples: samples for which the order was planned, stored in every checkpoint;
+                None if the run did not resume from another one.
             origins: function that describes the documents of training samples in one clause, for
                 the error of a bad loss.
         """
@@ -95,7 +98,15 @@ class Trainer:
         self._vocab_size = spec.vocab_size
         self._ranks = RankGroup(None)
         self._hosts: list[str] = self._ranks.everywhere(socket.gethostname)
-        self._checkpoints = RunCheckpoints(config, engine, mesh, recorder, run_directory, spec)
+        self._checkpoints = RunCheckpoints(
+            config,
+            engine,
+            mesh,
+            recorder,
+            run_directory,
+            spec,
+            planned_samples=planned_samples,
+        )
         self._stop = StopRequest(config.train, run_directory, rank=mesh.rank, started=started)
         self._timers = mesh.timers or Timers(engine.device)
         check = LossCheck(

@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from megacore.artifact.workspace import CONFIG_KEY
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.errors import CheckpointError
 
+PLANNED_KEY = "planned_samples"
+"""Key of the samples for which the order of the train split was planned, in the state of a
+checkpoint whose run resumed from another one."""
 STATE_VERSION = 4
 _READABLE = (3, STATE_VERSION)
 """Versions that can be read; version 3 has no `passed_over`."""
@@ -84,3 +89,28 @@ class TrainState:
             raise CheckpointError(
                 f"the checkpoint's training state is damaged ({error}): use another one"
             ) from error
+
+
+def planned_samples(saved: Mapping[str, Any]) -> int:
+    """Return the samples of the train split for which the run of a checkpoint planned its order.
+
+    `saved` is the checkpoint's state. Samples beyond this number may come from further epochs.
+
+    Raises CheckpointError if the training state or its configuration is missing or damaged.
+    """
+    try:
+        if PLANNED_KEY in saved:
+            return int(saved[PLANNED_KEY])
+        train = saved[CONFIG_KEY]["train"]
+        schedule, iterations = BatchSchedule.of_json(train), int(train["train_iters"])
+        state = TrainState.from_json(saved["train"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint does not show how many samples its run planned ({error}): use another "
+            "one"
+        ) from error
+    # Earlier versions planned a resumed run also as if its batch size had held from the start.
+    return max(
+        schedule.consumed_after(iterations),
+        schedule.consumed_after(max(0, iterations - state.iteration), state.consumed_samples),
+    )

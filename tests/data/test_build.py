@@ -380,6 +380,68 @@ def test_a_later_weight_changes_no_sample_of_sentences_before_it(
     assert epochs[1][0] > epochs[0][0]
 
 
+@pytest.mark.parametrize("blended", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "style"),
+    [
+        ("packed", "megatron"),
+        ("packed", "neox"),
+        ("best_fit", "megatron"),
+        ("pack_until_overflow", "megatron"),
+        ("unpacked", "megatron"),
+    ],
+)
+def test_more_samples_than_an_earlier_plan_follow_after_its_samples(
+    prefixes: list[str], tmp_path: Path, packing: Packing, style: IndexStyle, *, blended: bool
+) -> None:
+    chosen = replace(options("50,25,25"), packing=packing, style=style)
+    weighted = [Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)]
+    mixture = Mixture.blend(weighted, LATER) if blended else Mixture.single(prefixes[0])
+    names = prefixes if blended else prefixes[:1]
+    rows = []
+    for number, (samples, before) in enumerate(((40, None), (90, 40), (200, 40), (30, 40))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        build_index_maps(mixture, directory, chosen, (samples, 6, None), planned_before=before)
+        dataset = open_dataset(names, directory, "train", packing=packing, index_style=style)
+        rows.append(dataset.gather(range(samples)))
+        assert len(list(examine(directory))) >= 6
+    np.testing.assert_array_equal(rows[0][:40], rows[1][:40])
+    np.testing.assert_array_equal(rows[1][:90], rows[2][:90])
+    np.testing.assert_array_equal(rows[0][:30], rows[3])
+    plans = [
+        index_plan(mixture, chosen, (samples, 6, None), planned_before=before)
+        for samples, before in ((40, None), (40, 40), (30, 40), (200, 40), (200, None))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert (plans[3] == plans[4]) == (packing == "best_fit")  # its epochs always only append
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_more_samples_of_sentences_follow_after_those_of_an_earlier_plan(
+    sentences: list[str], tmp_path: Path, family: str
+) -> None:
+    run, tokenizer = sentence_run(family), write_tokenizer(tmp_path)
+    chosen, mixture = sentence_index_options(run), Mixture.single(sentences[0])
+    rows, plans = [], []
+    for number, (samples, before) in enumerate(((40, None), (400, 40), (400, None), (40, 40))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        counts = build_sentence_maps(
+            mixture, directory, chosen, (samples, 6, 0), planned_before=before
+        )
+        assert counts["train"]["samples"] >= samples
+        plans.append(sentence_plan(mixture, chosen, (samples, 6, 0), planned_before=before))
+        dataset = open_split(sentences[:1], directory, "train", run, tokenizer_directory=tokenizer)
+        rows.append(dataset.gather(range(samples)))
+    np.testing.assert_array_equal(rows[0], rows[1][:40])
+    assert (rows[0] != rows[2][:40]).any()
+    assert plans[0] == plans[3]
+    # The maps of both have as many epochs, in another order.
+    assert plans[1] != plans[2]
+    assert sum(plans[1]["train"].values()) == plans[2]["train"]["epochs"]
+
+
 @pytest.mark.parametrize("packing", ["packed", "best_fit", "unpacked"])
 def test_a_source_beyond_its_epochs_is_refused(
     prefixes: list[str], tmp_path: Path, packing: Packing

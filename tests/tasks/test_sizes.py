@@ -57,7 +57,7 @@ def test_samples_of_a_resumed_run_begin_at_those_of_the_checkpoint(
     assert (planned.trained, planned.size) == (520 * 16, 775)
     assert planned.sources[0][1] == 520 * 16 / 775
     write_json(tmp_path / "state.json", {"train": TrainState(40, 20).to_json()})
-    assert requested_samples(config) == (200, 20, None)
+    assert requested_samples(config) == (20 + 60 * 2, 20, None)
 
 
 def artifact(tmp_path: Path, **counts: int) -> Artifact:

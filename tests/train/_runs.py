@@ -135,7 +135,13 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
 
 
 def trainer(
-    run: RunConfig, data: Path, run_directory: Path, process_mesh: ProcessMesh, recorder: Recorder
+    run: RunConfig,
+    data: Path,
+    run_directory: Path,
+    process_mesh: ProcessMesh,
+    recorder: Recorder,
+    *,
+    planned_samples: int | None = None,
 ) -> Trainer:
     """Return a trainer with initial weights on this process."""
     engine = build_engine(
@@ -169,6 +175,7 @@ def trainer(
         run_directory,
         spec=spec,
         peaks=Peaks(2.0, 1.0),
+        planned_samples=planned_samples,
     )
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
+from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker, read_state
 from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
+from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
+from megacore.train.state import PLANNED_KEY, planned_samples
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 
@@ -111,6 +113,19 @@ def test_run_resumed_from_another_runs_checkpoint_is_bit_identical(
     # Once it has its own checkpoints, it resumes from these.
     _runs.train(run(7, resume={"checkpoint": checkpoint}), data, tmp_path / "other", attempt=2)
     assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
+
+
+def test_checkpoint_of_a_resumed_run_has_the_samples_of_its_plan(
+    data: Path, half: Path, tmp_path: Path
+) -> None:
+    checkpoint = half / "checkpoints/iter_0000003"
+    assert PLANNED_KEY not in read_state(checkpoint)
+    assert planned_samples(read_state(checkpoint)) == 3 * 8
+    config, directory = run(6, resume={"checkpoint": str(checkpoint)}), tmp_path / "other"
+    ranks = _runs.mesh(config)
+    with Recorder(directory, attempt=1, rank=ranks.rank, tensorboard=False) as recorder:
+        _runs.trainer(config, data, directory, ranks, recorder, planned_samples=24).run()
+    assert planned_samples(read_state(directory / "checkpoints/iter_0000006")) == 24
 
 
 def test_samples_consumed_before_the_checkpoint_count(data: Path, half: Path) -> None:

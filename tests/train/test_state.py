@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megacore.errors import CheckpointError
-from megacore.train.state import LogInterval, TrainState
+from megacore.train.state import PLANNED_KEY, LogInterval, TrainState, planned_samples
 
 
 def test_state_survives_json() -> None:
@@ -43,3 +43,19 @@ def test_interval_mean_is_over_applied_iterations() -> None:
     assert (interval.mean("lm_loss"), interval.mean("sop_loss")) == (1.5, 0.625)
     interval.clear()
     assert interval == LogInterval()
+
+
+def test_planned_samples_are_those_of_the_checkpoints_run() -> None:
+    """A run of an earlier version planned at least the samples of its batch size from the start."""
+    train = {"train_iters": 100, "global_batch_size": 4, "micro_batch_size": 2, "gone": 1}
+    saved = {"config": {"train": train}, "train": TrainState(40, 160).to_json()}
+    assert planned_samples(saved) == 400
+    assert planned_samples(saved | {"train": TrainState(40, 80).to_json()}) == 400
+    assert planned_samples(saved | {"train": TrainState(40, 320).to_json()}) == 320 + 60 * 4
+    ramp = {"rampup_batch_size": {"start": 2, "increment": 2, "samples": 20}}
+    ramped = {"config": {"train": train | ramp}, "train": TrainState(40, 20 + 30 * 4).to_json()}
+    assert planned_samples(ramped) == 20 + 90 * 4
+    assert planned_samples(saved | {PLANNED_KEY: 7}) == 7
+    for damaged in ({"config": {"train": {}}}, {"config": {}}, {"train": {}}):
+        with pytest.raises(CheckpointError, match=r"how many samples its run planned|is damaged"):
+            planned_samples(saved | damaged)
