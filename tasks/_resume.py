@@ -15,6 +15,7 @@ from megacore.config import RunConfig
 from megacore.config.difference import (
     OPTIMIZER,
     Change,
+    changed_warmup,
     check_resume,
     compare_configurations,
     described,
@@ -103,6 +104,11 @@ def check_resumed(config: RunConfig) -> None:
     changes = compare_configurations(saved_config, config, another_run=True)
     get_run_logger().info("resuming from %s; changed since: %s", path, described(changes))
     check_resume(changes, config.resume.override, str(path))
+    state = resumed_state(config)
+    if state is not None:
+        warmup = changed_warmup(saved_config, config, state.consumed_samples, str(path))
+        if warmup is not None:
+            get_run_logger().warning("%s", warmup)
     spec = read_spec(path)
     check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size))
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from megacore.config.base import PretrainStage, Stage
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import Declaration, declaration
 from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ConfigError
@@ -164,6 +165,50 @@ def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: 
             f"({'; '.join(map(str, refused))}): set them back, or allow the change with "
             f"resume.override: [{names}]"
         )
+
+
+def changed_warmup(
+    before: Mapping[str, Any], now: RunConfig, consumed_samples: int, checkpoint: str
+) -> str | None:
+    """Return how many iterations a warm-up in samples changes to with another batch size, or None.
+
+    `optim.lr_warmup_samples` are converted to iterations as if the batch size held from the start,
+    so that another one changes the learning rates also of a warm-up that has begun. None too if the
+    warm-up is over and its length does not affect the decay.
+
+    Args:
+        before: configuration of the checkpoint as JSON.
+        now: configuration of the run that resumes.
+        consumed_samples: samples that the checkpoint was trained on.
+        checkpoint: name of the checkpoint in messages.
+
+    Raises:
+        ConfigError: the checkpoint is within the warm-up.
+    """
+    samples = now.optim.lr_warmup_samples
+    if samples is None or before.get("optim", {}).get("lr_warmup_samples") != samples:
+        return None
+    old_schedule, new_schedule = BatchSchedule.of_json(before["train"]), BatchSchedule.of(now.train)
+    old, new = old_schedule.iterations_for(samples), new_schedule.iterations_for(samples)
+    if old == new:
+        return None
+    difference = (
+        f"optim.lr_warmup_samples {samples} took {old} iterations with the batches of {checkpoint} "
+        f"(train.global_batch_size {old_schedule.global_batch_size}), and takes {new} with "
+        f"train.global_batch_size {new_schedule.global_batch_size}"
+    )
+    keep = (
+        f"set optim.lr_warmup_samples to null and optim.lr_warmup_iters to {old}, and name both in "
+        "resume.override"
+    )
+    if consumed_samples < samples:
+        raise ConfigError(
+            f"{difference}, but {checkpoint} is within the warm-up, at sample {consumed_samples}, "
+            f"where the learning rate would jump: {keep}, or resume after the warm-up"
+        )
+    if now.optim.lr_decay_style in ("constant", "WSD"):
+        return None
+    return f"{difference}, which changes the learning rates of the decay: to keep them, {keep}"
 
 
 def described(changes: Sequence[Change]) -> str:

@@ -254,6 +254,7 @@ class RunCheckpoints:
             path, saved.get(CONFIG_KEY), saved.get(PRECISION_KEY), another_run=another_run
         )
         self._check_past_weights(path, saved.get(CONFIG_KEY), restored)
+        self._check_warmup(path, saved.get(CONFIG_KEY), restored)
         check_skipped(self._config.train.skipped_ranges, restored, path)
         from megacore.checkpoint.load import load_checkpoint, names_of_all
 
@@ -308,6 +309,18 @@ class RunCheckpoints:
         check_past_weights(
             saved_config.get("data", {}), self._config.data, state.consumed_samples, str(path)
         )
+
+    def _check_warmup(
+        self, path: Path, saved_config: dict[str, Any] | None, state: TrainState
+    ) -> None:
+        """Refuse another batch size within a warm-up in samples, and warn of it in the decay."""
+        from megacore.config.difference import changed_warmup
+
+        if saved_config is None:
+            return
+        changed = changed_warmup(saved_config, self._config, state.consumed_samples, str(path))
+        if changed is not None:
+            self._recorder.warning(changed)
 
     def _begin_with(self, path: Path) -> None:
         """Load the weights of a pretrained checkpoint, whatever layout wrote it.

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from megacore.config.difference import check_resume, compare_configurations, described
+from megacore.config.difference import (
+    changed_warmup,
+    check_resume,
+    compare_configurations,
+    described,
+)
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 from tests.train import _runs
@@ -208,3 +213,27 @@ def test_advised_override_names_are_accepted() -> None:
     check_resume(
         compare_configurations(before, allowed, another_run=True), allowed.resume.override, "iter_3"
     )
+
+
+def test_warm_up_in_samples_refuses_another_batch_size_until_it_is_over() -> None:
+    """Samples are converted to iterations as if the batch size held from the start."""
+    optim = {"lr_warmup_iters": None, "lr_warmup_samples": 40, "lr_decay_iters": 20}
+    before = changed(optim=optim).model_dump(mode="json")
+    batch = before["train"]["global_batch_size"]
+    assert batch == 8
+    larger = changed(optim=optim, train={"global_batch_size": 16})
+    assert changed_warmup(before, changed(optim=optim), 8, "c") is None
+    with pytest.raises(
+        ConfigError,
+        match=r"lr_warmup_samples 40 took 5 iterations with the batches of c .*_size 8\), and "
+        r"takes 3 with train.global_batch_size 16, but c is within the warm-up, at sample 39, .* "
+        r"optim.lr_warmup_iters to 5, .* or resume after the warm-up$",
+    ):
+        changed_warmup(before, larger, 39, "c")
+    assert "changes the learning rates of the decay" in str(changed_warmup(before, larger, 40, "c"))
+    constant = changed(
+        optim=optim | {"lr_decay_style": "constant"}, train={"global_batch_size": 16}
+    )
+    assert changed_warmup(before, constant, 40, "c") is None
+    kept = changed(optim={"lr_warmup_iters": 5}, train={"global_batch_size": 16})
+    assert changed_warmup(before, kept, 8, "c") is None

@@ -128,6 +128,26 @@ def test_checkpoint_of_a_resumed_run_has_the_samples_of_its_plan(
     assert planned_samples(read_state(directory / "checkpoints/iter_0000006")) == 24
 
 
+def test_warm_up_in_samples_refuses_another_batch_size(data: Path, tmp_path: Path) -> None:
+    warmup = {"lr_warmup_iters": None, "lr_warmup_samples": 32}
+    _runs.train(run(3, optim=warmup), data, tmp_path / "half")
+    changed = run(
+        6,
+        optim=warmup,
+        resume={
+            "checkpoint": str(tmp_path / "half/checkpoints/iter_0000003"),
+            "override": ["train.global_batch_size"],
+        },
+    )
+    changed = changed.model_copy(
+        update={"train": changed.train.model_copy(update={"global_batch_size": 16})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"iter_0000003 is within the warm-up, at sample 24, where the learning"
+    ):
+        _runs.train(changed, data, tmp_path / "other")
+
+
 def test_samples_consumed_before_the_checkpoint_count(data: Path, half: Path) -> None:
     checkpoint = half / "checkpoints/iter_0000003"
     rewrite_state(checkpoint, lambda values: values["train"].update(consumed_samples=4000))
