@@ -387,14 +387,21 @@ def workspace_errors(path: Path, elsewhere: str = _ELSEWHERE) -> Iterator[None]:
             "ENOTDIR": f"move the file that is in the way or {elsewhere}",
             "EISDIR": f"move the directory that is in the way or {elsewhere}",
             "ENAMETOOLONG": "give it a shorter name",
+            "ENOENT": f"make its directory first or {elsewhere}",
         }
         code = errno.errorcode.get(error.errno or 0, "")
-        if code not in advice:
+        if code not in advice or (code == "ENOENT" and not _lacks_directory(error)):
             raise
         room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(
             f"cannot write {_place(error, path)}: {error.strerror}: {advice[code]}{room}"
         ) from error
+
+
+def _lacks_directory(error: OSError) -> bool:
+    """Return True if the directory of the path in an error is missing, so it cannot be written."""
+    named = str(error.filename or "")
+    return os.sep in named and not os.path.isdir(os.path.dirname(named))
 
 
 def _place(error: OSError, path: Path | None) -> str:

@@ -6,11 +6,12 @@
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
-from megacore.errors import MegacoreError
+from megacore.errors import ConfigError, MegacoreError
 
 _OPTIONS = {
     "data.source.files": "--input",
@@ -50,6 +51,15 @@ def options_named() -> Iterator[None]:
 def with_options(text: str) -> str:
     """Return `text` with each configuration key replaced by its option, if it has one."""
     return _KEYS.sub(lambda key: _OPTIONS[key.group()], text)
+
+
+def check_output_file(path: Path, option: str) -> None:
+    """Raise ConfigError if the file that an option names cannot be written for its place."""
+    if path.is_dir():
+        raise ConfigError(f"{option} is {path}, which is a directory: give a file")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
 
 
 class VariadicCommand(TyperCommand):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megacore.cli._options import check_output_file
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError, MegacoreError
 
@@ -73,6 +74,10 @@ def compare(
     try:
         if tokens and text:
             raise ConfigError("both --tokens and --text are given: give one of them")
+        if any(not each for each in text or ()):
+            raise ConfigError("--text is empty: give a text")
+        if json_file is not None:
+            check_output_file(json_file, "--json")
         options = Options(
             length=length,
             samples=samples,

@@ -70,13 +70,15 @@ def clone_directory() -> Path | None:
 
 
 def check_new(target: Path, option: str = "--name") -> None:
-    """Raise ConfigError if the file that an option names exists."""
+    """Raise ConfigError if the file that an option names exists, or its directory does not."""
+    from megacore.cli._options import check_output_file
     from megacore.errors import ConfigError
 
     if os.path.lexists(target):
         raise ConfigError(
             f"{target} exists and is not overwritten: give another {option}, or remove it first"
         )
+    check_output_file(target, option)
 
 
 def write_new(target: Path, text: str, option: str = "--name") -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from megacore.cli._options import check_output_file
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 
 if TYPE_CHECKING:
@@ -173,12 +174,8 @@ def _check_score_files(
     for path in (wikitext, lambada):
         if path is not None and not path.is_file():
             raise DataFormatError(f"{path} is no file: check the path")
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output is {output}, which is a directory: give a file")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--output is {output}, but {output.absolute().parent} is no directory: make it first"
-        )
+    if output is not None:
+        check_output_file(output, "--output")
 
 
 def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:

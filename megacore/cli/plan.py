@@ -118,6 +118,7 @@ def _check_search(
     gpus: int | None, draw: Path | None, chart: Path | None, write: Path | None
 ) -> None:
     """Raise ConfigError for options that a search cannot fulfil, before it begins."""
+    from megacore.cli._options import check_output_file
     from megacore.cli.init import check_new
     from megacore.plan.draw import check_drawable
 
@@ -127,11 +128,9 @@ def _check_search(
         raise _usage("--draw shows the schedule of one layout: use --chart with --search")
     if chart is not None:
         check_drawable(chart, "--chart")
+        check_output_file(chart, "--chart")
     if write is not None:
         check_new(write, "--write")
-    for option, path in (("--chart", chart), ("--write", write)):
-        if path is not None and not path.parent.is_dir():
-            raise _usage(f"{option} {path}: {path.parent} is no directory, make it first")
 
 
 def _usage(sentence: str) -> Exception:

@@ -94,7 +94,10 @@ def save_figure(figure: "Figure", path: Path) -> Path:
 
     try:
         # A fixed salt keeps the ids of equal pictures equal.
-        with workspace_errors(path), rc_context({"svg.hashsalt": "megacore"}):
+        with (
+            workspace_errors(path, "choose another path"),
+            rc_context({"svg.hashsalt": "megacore"}),
+        ):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         raise WorkspaceError(

@@ -7,6 +7,7 @@ TOKENS_PER_PARAMETER tokens per parameter. The time is that of `megacore.plan.th
 """
 
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,8 +89,11 @@ class _Text:
 def propose(survey: Survey, name: str, minutes: float, hardware: Hardware) -> Starter:
     """Return a configuration that fits a text, a machine and a time budget.
 
-    Raises ConfigError if the text is too small to be divided into train, validation and test.
+    Raises ConfigError if `minutes` is not finite, or if the text is too small to be divided into
+    train, validation and test.
     """
+    if not math.isfinite(minutes):
+        raise ConfigError(f"--minutes is {minutes:g}: give a finite number of minutes")
     text = _divide(survey)
     values, seconds = _size(survey, text, name, minutes * 60 * TRAINING_SHARE, hardware)
     config = RunConfig.model_validate(values)

@@ -229,6 +229,13 @@ def test_an_output_that_cannot_be_made_is_refused_with_the_cause(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_directory_of_an_output_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkspaceError, match=r"a\.json.*No such file .*: make its directory"):
+        write_json(tmp_path / "no" / "a.json", {})
+    with pytest.raises(FileNotFoundError), workspace_errors(tmp_path):
+        (tmp_path / "input.json").read_bytes()  # a file that is read and not written
+
+
 def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "value.json"
     path.write_text("[1]")

@@ -1,5 +1,6 @@
 """The command `megacore adopt`: files, exit codes and the start of the flow."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,23 @@ def test_a_file_is_never_overwritten(here: Path) -> None:
     assert isinstance(result.exception, ConfigError)
     assert "mine.yaml exists and is not overwritten: give another --output" in str(result.exception)
     assert Path("mine.yaml").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("no/x.yaml", "--output is no/x.yaml, but .*no is no directory: make it first"),
+        (".", "exists and is not overwritten: give another --output"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_report(
+    here: Path, place: str, sentence: str
+) -> None:
+    Path("a.sh").write_text(BERT)
+    result = run("a.sh", "--output", place)
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(sentence, str(result.exception))
+    assert result.output == ""
 
 
 def test_refused_features_write_nothing_and_have_an_exit_code_of_their_own(here: Path) -> None:

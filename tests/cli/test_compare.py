@@ -60,6 +60,9 @@ def test_only_the_weights_are_compared_on_request(model: Path, tmp_path: Path) -
         (["MODEL", "MODEL", "--tokens", "1 x"], "--tokens is '1 x'"),
         (["MODEL", "MODEL", "--tokens", "99999"], "has the id 99999"),
         (["MODEL", "MODEL", "--text", "words"], "neither model comes with a tokenizer"),
+        (["MODEL", "MODEL", "--text", ""], "--text is empty: give a text"),
+        (["MODEL", "MODEL", "--json", "no/x.json"], "--json is no/x.json, but"),
+        (["MODEL", "MODEL", "--json", "/"], "--json is /, which is a directory: give a file"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_2(

@@ -74,6 +74,11 @@ def test_one_text_file_is_cut_and_divided_in_order(here: Path) -> None:
     assert collect(config.data.source, here / "out")["documents"] > 200
 
 
+def test_infinite_minutes_are_refused(here: Path) -> None:
+    (here / "a.txt").write_text(prose(20_000))
+    assert "--minutes is inf: give a finite number" in refusal("a.txt", "--minutes", "inf")
+
+
 def test_every_section_is_explained(here: Path) -> None:
     (here / "a.txt").write_text(prose(100_000))
     run("a.txt")

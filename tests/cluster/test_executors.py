@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -269,7 +270,9 @@ def test_tasks_that_are_lost_again_and_again_are_an_error_with_the_log(
     answer_for_slurm(place, monkeypatch, "ArrayTaskId=0 JobState=FAILED ExitCode=0:9 NodeList=n1")
 
     def say(line: str) -> None:
-        (place / "out.work/slurm/7_0.out").write_text("one\n\ntwo\nkilled\n", encoding="utf-8")
+        if "are submitted as" in line:
+            log = place / "out.work/slurm/7_0.out"
+            log.write_text("one\n\ntwo\nkilled\n", encoding="utf-8")
 
     execute = executor_of(executor(kind="slurm", retries=1), 1, say)
     message = r"\(FAILED, exit code 0:9 on n1\); the end of .*7_0.out is: one \| two \| killed; the"
@@ -354,7 +357,23 @@ def test_an_array_is_submitted_again_if_the_controller_does_not_answer(
         run(place, "out", execute)
     assert (place / "submitted").read_text() == "x\n" * submitted
     assert (place / "cancels").read_text() == "9\n" * cancels
-    assert "no answer to sbatch (sbatch: error: Batch job submission failed: Socket" in lines[0]
+    assert "no answer to sbatch (sbatch: error: Batch job submission failed: Socket" in lines[1]
+
+
+def test_a_host_without_a_configuration_of_slurm_is_named_at_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_for_slurm(place, monkeypatch)
+    fault = "fatal: Could not establish a configuration source"
+    for name in ("sbatch", "squeue"):
+        program = f"#!/bin/sh\necho '{name}: {fault}' >&2; exit 1\n"
+        (place / "bin" / name).write_text(program, encoding="utf-8")
+    monkeypatch.setattr("megacore.cluster.batch.slurm.REMOVE_LIMIT", 0.0)
+    lines: list[str] = []
+    execute = executor_of(executor(kind="slurm"), 1, lines.append)
+    with pytest.raises(LaunchError, match=r"no configuration here \(squeue: fatal.*a host of the"):
+        run(place, "out", execute)
+    assert re.match(r"slurm: pass-0: submits [\d,]+ tasks with sbatch$", lines[0])
 
 
 def test_an_option_that_slurm_refuses_is_not_submitted_again(

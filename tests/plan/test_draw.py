@@ -49,7 +49,7 @@ def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkspaceError, match=r"missing/a\.png cannot be written \(No such file"):
+    with pytest.raises(WorkspaceError, match=r"missing/a\.png: No such file .*choose another path"):
         draw(INTERLEAVED, tmp_path / "missing" / "a.png", "1F1B")
 
 

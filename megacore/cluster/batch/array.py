@@ -83,6 +83,7 @@ class SlurmArrays:
         while missing:
             before = len(missing)
             array = _Array(job, phase, missing, self._elements(before))
+            self._say(f"slurm: {phase.name}: submits {before:,} tasks with sbatch")
             array.submit(self._options, self._say)
             self._say(f"slurm: {phase.name}: {before:,} tasks are submitted as {array.job}")
             self._follow(array)

@@ -94,6 +94,8 @@ _UNANSWERED = re.compile(
     re.IGNORECASE,
 )
 """Messages of Slurm's programs when the controller is busy or cannot be reached."""
+_UNCONFIGURED = "Could not establish a configuration source"
+"""Message of Slurm's programs on a host without slurm.conf that finds no controller to ask."""
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
@@ -390,9 +392,16 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
 
     A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a second
     copy of a job.
+
+    Raises LaunchError if this host does not belong to a cluster.
     """
     listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
     if listed.returncode != 0:
+        if _UNCONFIGURED in one_line(listed):
+            raise LaunchError(
+                f"Slurm's programs find no configuration here ({one_line(listed)}): start the same "
+                "command on a host of the cluster"
+            )
         return {name}
     jobs = {*listed.stdout.split(), *([job] if job else [])}
     records = {each: job_records(each) for each in jobs}
