@@ -3,12 +3,14 @@
 Each line of the configuration names the setting that it comes from.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
+from pydantic import ValidationError
 
 from megacore.adopt import megatron, nanotron, neox
 from megacore.adopt.check import Comparison, ForeignModel, compare, megatron_model
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
 
+_PLACE = re.compile(r"\([^()]+:\d+\)")
+"""File and line of a setting, in the origin of a value."""
 Outcome = Literal["adopted", "refused", "incomplete", "other"]
 """Outcome: adopted whole; features refused; values missing; or no training of a language model."""
 
@@ -61,7 +65,8 @@ def adopt(
         partial: True to return a configuration without refused features.
 
     Raises:
-        ConfigError: a file cannot be read, or the files do not belong together.
+        ConfigError: a file cannot be read, a setting has a value that it cannot have, or the files
+            do not belong together.
     """
     source = read_source(paths, given, program, ranks)
     name = name_of(paths[0])
@@ -76,6 +81,8 @@ def adopt(
             f"{files}: a value of the model, the batch or the schedule is of the wrong kind "
             f"({error}): correct it"
         ) from error
+    if draft.wrong:
+        raise ConfigError(f"{files}: {'; '.join(dict.fromkeys(draft.wrong))}")
     title = f"Adopted from {files} ({settings.entry}) by megacore adopt."
     if draft.missing:
         unfinished: Outcome = "refused" if draft.refused else "incomplete"
@@ -84,6 +91,8 @@ def adopt(
     try:
         config = parse_config({"name": name, **values_of(draft)}, origin="the result")
     except ConfigError as error:
+        if wrong := _wrong_values(draft, error):
+            raise ConfigError(f"{files}: {'; '.join(wrong)}: correct it") from error
         if not draft.refused:
             draft.refuse("the whole", str(error), "correct these settings")
         else:
@@ -97,6 +106,19 @@ def adopt(
     written = config is not None and (partial or outcome == "adopted")
     text = to_yaml(draft, settings, title, partial=partial) if written else ""
     return Adoption(outcome, name, "", draft, settings, text, comparison)
+
+
+def _wrong_values(draft: Draft, error: ConfigError) -> list[str]:
+    """Return a clause for each value of a setting that the configuration's field cannot have."""
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return []
+    clauses = []
+    for item in cause.errors():
+        entry = draft.values.get(".".join(map(str, item["loc"])))
+        if entry is not None and item["type"] != "value_error" and _PLACE.search(entry.origin):
+            clauses.append(f"{entry.origin}: {item['msg'][:1].lower()}{item['msg'][1:]}")
+    return clauses
 
 
 def _translate(source: Source) -> tuple[Draft, int]:

@@ -128,6 +128,8 @@ class Draft:
     """Dotted name and question about a value that was not written, such as a path."""
     missing: list[tuple[Setting, str]] = field(default_factory=list)
     """Settings without a value that the configuration cannot do without, with the dotted name."""
+    wrong: list[str] = field(default_factory=list)
+    """Clauses on values that their setting cannot have."""
     remarks: list[str] = field(default_factory=list)
     """Differences in behaviour that no setting states."""
     done: set[str] = field(default_factory=set)
@@ -149,6 +151,13 @@ class Draft:
         if isinstance(setting, Setting):
             self.done.add(setting.name)
 
+    def reject(self, setting: Setting, advice: object) -> None:
+        """Note a value that its setting cannot have, with what to give instead."""
+        value = " ".join(setting.words)
+        shown = value if len(value) <= 70 else f"{value[:67]}..."
+        self.wrong.append(f"{setting.name} is {shown!r} ({setting.place}): {advice}")
+        self.done.add(setting.name)
+
     def ask(self, name: str, question: str) -> None:
         """Note a question about a value of the configuration."""
         self.questions.append((name, question))
@@ -159,14 +168,14 @@ class Draft:
 
 
 class BadValueError(ValueError):
-    """Value that a setting cannot have."""
+    """Value that a setting cannot have; the message says what to give."""
 
 
 def integer(text: Any) -> int:
     """Return a whole number. Raises BadValueError."""
     number = read_number(text)
     if number is None or number != int(number):
-        raise BadValueError(f"{text} is no integer")
+        raise BadValueError("give an integer")
     return int(number)
 
 
@@ -174,7 +183,7 @@ def number(text: Any) -> float:
     """Return a number. Raises BadValueError."""
     value = read_number(text)
     if value is None:
-        raise BadValueError(f"{text} is no number")
+        raise BadValueError("give a number")
     return float(value)
 
 
@@ -187,7 +196,7 @@ def switch(text: Any) -> bool:
     """Return true or false. Raises BadValueError."""
     value = {"true": True, "false": False}.get(str(text).lower())
     if value is None:
-        raise BadValueError(f"{text} is neither true nor false")
+        raise BadValueError("give true or false")
     return value
 
 
@@ -308,7 +317,7 @@ class Rules:
         try:
             value = convert(first(setting))
         except BadValueError as error:
-            draft.refuse(setting, str(error), "correct it")
+            draft.reject(setting, error)
             return
         draft.put(name, value, setting)
         if setting.unknown:
@@ -368,5 +377,5 @@ def number_of(setting: Setting | None, draft: Draft, name: str) -> float | None:
     try:
         return number(first(setting))
     except BadValueError as error:
-        draft.refuse(setting, str(error), "correct it")
+        draft.reject(setting, error)
         return None

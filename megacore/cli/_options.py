@@ -17,6 +17,7 @@ _OPTIONS = {
     "data.source.files": "--input",
     "data.source.key": "--json-key",
     "data.source": "--input",
+    " (data.source.document_characters cuts text files)": "",
     "data.max_document_mb": "--max-document-mb",
     "data.curate": "--steps",
     "data.curate_shard_mb": "--shard-mb",
@@ -26,6 +27,7 @@ _OPTIONS = {
     "data.tokenizer.merge_file": "--merge-file",
     "data.tokenizer.model_file": "--tokenizer-file",
     "data.tokenizer.name": "--tokenizer-file",
+    "data.tokenizer.eod_token": "--eod-token",
     "data.tokenizer": "--tokenizer",
     "data.sentence_splitter": "--sentence-splitter",
     "data.language": "--language",
@@ -36,6 +38,7 @@ _OPTIONS = {
     "data.add_extra_token": "--add-extra-token",
     "data.drop_last_partial": "--drop-last-partial",
 }
+"""Option of each key; "" for a remark on a key that no command has."""
 _KEYS = re.compile("|".join(map(re.escape, sorted(_OPTIONS, key=len, reverse=True))))
 
 

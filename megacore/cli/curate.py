@@ -62,7 +62,7 @@ def curate(
     """Remove duplicates and documents of low quality, and mask personal data.
 
     A command that was killed continues with the shards that are done, which are kept in
-    .OUTPUT.curate until it ends.
+    .OUTPUT.curate until a command succeeds.
     """
     from megacore.artifact.build import lock_file
     from megacore.artifact.files import (
@@ -207,7 +207,7 @@ def _read_steps(path: Path) -> Any:
     if not isinstance(values, list) or not values:
         raise ConfigError(
             f"{path} has no list of steps: give one such as `- step: exact_dedup`, or a "
-            "configuration with data.curate"
+            "configuration whose section data has the list as curate"
         )
     return validated(CurateSteps, {"curate": values}, str(path)).curate
 

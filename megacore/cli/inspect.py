@@ -60,11 +60,17 @@ def inspect(
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.report import report_index, report_sample
+    from megacore.token_files.indexed_dataset import idx_path
 
     if mixture is not None:
         report = _mixture(path, mixture)
         _show(report, as_json, lambda: terminal.show_mixture(report))
         return
+    if str(path) == "mixture" and not path.exists() and not idx_path(path).exists():
+        raise ConfigError(
+            "mixture is given without a blend: name a configuration or a directory of index maps "
+            "after it, as in `megacore inspect mixture CONF`"
+        )
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(

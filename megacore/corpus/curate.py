@@ -193,8 +193,12 @@ def curate_segments(
             files.append(SourceFile(path.name, path.stat().st_size, None))
     read, kept = report["documents"]["read"], report["documents"]["kept"]
     if not read:
+        skipped = (
+            f": all {report['skipped_lines']} lines were skipped" if report["skipped_lines"] else ""
+        )
         raise DataFormatError(
-            f"the source of {parts[0].path} has no documents to curate: give another data.source"
+            f"the source of {parts[0].path} has no documents to curate{skipped}: give another "
+            "data.source"
         )
     if not kept:
         worst = max(report["steps"], key=lambda row: row["removed"])

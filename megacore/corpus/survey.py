@@ -63,7 +63,10 @@ def survey(paths: Sequence[Path]) -> Survey:
         for path, kind, _ in candidates:
             sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
         if not sizes:
-            raise ConfigError(f"{_names(paths)} holds no file: name a file or directory with text")
+            raise ConfigError(
+                f"{_names(paths)} holds no file whose name is UTF-8 and begins without a dot: name "
+                "a file or directory with text"
+            )
         kinds = sorted({kind for _, kind, named in candidates if named})
         if len(kinds) > 1:
             raise ConfigError(

@@ -302,7 +302,7 @@ def _better_split(dataset: IndexedDataset, options: IndexOptions) -> str:
             return f"set data.split to {split}, or use more text"
     return (
         "no data.split gives each split a sample: cut the text into more documents "
-        "(document_characters of a source of kind text), lower data.seq_length, or use more text"
+        "(data.source.document_characters cuts text files), lower data.seq_length, or use more text"
     )
 
 

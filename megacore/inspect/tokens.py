@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.errors import DataFormatError
-from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path, token_prefixes
+from megacore.token_files.indexed_dataset import (
+    MEMBERS_NAME,
+    TOKENS_NAMES,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+    token_prefixes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,6 +103,15 @@ def find_prefixes(
     there are none; the message tells to give what `accepted` names.
     """
     if Path(path).is_dir():
+        place = Path(path)
+        if not any(
+            each.exists()
+            for each in (place / MEMBERS_NAME, *(idx_path(place / name) for name in TOKENS_NAMES))
+        ):
+            raise DataFormatError(
+                f"{path} holds neither token files of the tokenize stage nor index maps: give a "
+                "directory that does, or for other token files their path without .bin/.idx"
+            )
         return token_prefixes(path)
     name = str(path)
     for suffix in (".bin", ".idx"):

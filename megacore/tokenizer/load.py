@@ -160,7 +160,7 @@ class JsonTokenizer(Tokenizer):
             raise DataFormatError(
                 f"the token {eod_token!r} that ends a document is not in the vocabulary of "
                 f"{backend.get_vocab_size()} entries: give data.tokenizer another vocabulary, or "
-                "name its own token (eod_token)"
+                "name its own token with data.tokenizer.eod_token"
             )
         super().__init__(
             eod_token, eod_id, max(backend.get_vocab(with_added_tokens=True).values()) + 1

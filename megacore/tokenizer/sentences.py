@@ -218,7 +218,7 @@ def find_punkt(language: str) -> Path | None:
 def _unreachable(reason: object) -> DownloadError:
     return DownloadError(
         f"nltk's Punkt models cannot be downloaded ({reason}): check the network, or set "
-        "data.sentence_splitter to rules (--sentence-splitter rules), which need no download"
+        "data.sentence_splitter to rules, which need no download"
     )
 
 

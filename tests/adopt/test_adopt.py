@@ -149,7 +149,6 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("--logits-load-kd-loss-alpha 0.5", "distillation"),
         ("--no-weight-decay-cond-type qwen3_next", "weight decay of other weights"),
         ("--eod-mask-loss --calculate-per-token-loss", "a mean over the tokens of the batch"),
-        ("--num-attention-heads x", "x is no integer"),
         ("--micro-batch-size 3", "the result"),
     ],
 )
@@ -588,6 +587,22 @@ def test_sizes_of_the_wrong_kind_are_one_sentence(tmp_path: Path, key: str, valu
     text = NEOX_MODEL.replace(key, f"{key.partition(':')[0]}: {value}")
     with contextlib.suppress(ConfigError):
         assert adopted(tmp_path, "a.yml", text, NEOX_PATHS).outcome == "refused"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--num-layers two", r"^gpt\.sh: --num-layers is 'two' \(gpt\.sh:1\): give an integer$"),
+        ("--lr fast", r"--lr is 'fast' \(gpt\.sh:1\): give a number"),
+        ("--num-query-groups x --group-query-attention", r"--num-query-groups is 'x' .*a number"),
+        ("--num-layers -2", r"^gpt\.sh: --num-layers -2 \(gpt\.sh:1\): .* greater than 0: correct"),
+    ],
+)
+def test_wrong_values_are_named_with_flag_and_line(
+    tmp_path: Path, flags: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        gpt(tmp_path, flags)
 
 
 def test_files_of_several_programs_are_refused(tmp_path: Path) -> None:

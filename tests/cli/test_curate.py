@@ -50,7 +50,8 @@ def test_the_command_writes_documents_that_tokenize_reads(
     assert re.search(message, str(wrong.exception))
     Path("steps.yaml").write_text("data: {}", encoding="utf-8")
     wrong = CliRunner().invoke(app, [*arguments[:-1], "other"])
-    assert "steps.yaml has no list of steps" in str(wrong.exception)
+    assert "steps.yaml has no list of steps: give one such as" in str(wrong.exception)
+    assert "or a configuration whose section data has the list" in str(wrong.exception)
     assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
 
 

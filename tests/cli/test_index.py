@@ -155,6 +155,11 @@ def test_sentence_maps_of_a_blend_are_written(tmp_path: Path, prefixes: tuple[st
             "the valid split of",
         ),
         (
+            ["--data-prefix", "{a}", "--seq-length", "10000000"],
+            DataFormatError,
+            "cut the text into more documents, lower --seq-length, or use more text",
+        ),
+        (
             ["--data-prefix", "{a}", "{b}", "--split", "1,1,1", "--train-samples", "99"],
             DataFormatError,
             "99 samples",

@@ -1,6 +1,7 @@
 """The command `megacore init` on files as users have them."""
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -238,7 +239,10 @@ def test_wrong_input_is_refused_in_one_sentence(
 
 def test_a_directory_without_text_is_refused_with_the_reasons(here: Path) -> None:
     (here / "d").mkdir()
-    assert "d holds no file" in refusal("d")
+    (here / "d" / ".hidden.txt").write_text(prose(20_000))
+    (here / "d" / os.fsdecode(b"\xff.txt")).write_text(prose(20_000))
+    message = "d holds no file whose name is UTF-8 and begins without a dot: name a file"
+    assert message in refusal("d")
     (here / "d" / "empty.md").touch()
     (here / "d" / "image.png").write_bytes(b"\x89PNG\0\xff")
     assert "d holds no text: of 2 files, 1 empty, 1 not UTF-8 text" in refusal("d")

@@ -217,6 +217,26 @@ def test_an_index_directory_is_described(corpus: Corpus, tmp_path: Path) -> None
     assert members == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("path", "error", "sentence"),
+    [
+        ("mixture", ConfigError, "mixture is given without a blend: name a configuration or a dir"),
+        (".", DataFormatError, ". holds neither token files of the tokenize stage nor index maps:"),
+    ],
+)
+def test_a_path_without_anything_to_show_is_refused_with_advice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    error: type[Exception],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("inspect", path)
+    assert isinstance(result.exception, error)
+    assert str(result.exception).startswith(sentence)
+
+
 def test_mismatched_paths_and_options_are_refused(
     corpus: Corpus, index: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,12 @@ def test_configuration_keys_are_replaced_by_options() -> None:
     assert (
         with_options("data.tokenizer.vocab_file of data.tokenizer") == "--vocab-file of --tokenizer"
     )
+    assert with_options("name data.tokenizer.eod_token") == "name --eod-token"
+
+
+def test_a_remark_on_a_key_that_no_command_has_is_left_out() -> None:
+    text = "cut the text (data.source.document_characters cuts text files), or data.source"
+    assert with_options(text) == "cut the text, or --input"
 
 
 def test_an_error_keeps_its_type() -> None:

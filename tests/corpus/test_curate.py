@@ -632,6 +632,10 @@ def test_a_corpus_of_which_nothing_is_kept_is_refused(tmp_path: Path) -> None:
     for step in ("pii", "exact_dedup", "minhash_dedup"):
         with pytest.raises(DataFormatError, match=r"in\.jsonl has no documents to curate"):
             run(tmp_path, write(file, []), {"step": step}, name=step)
+    file.write_text("no JSON\n" * 3, encoding="utf-8")
+    options = replace(OPTIONS, skip_bad_lines=True)
+    with pytest.raises(DataFormatError, match="no documents to curate: all 3 lines were skipped: "):
+        run(tmp_path, file, {"step": "pii"}, name="skipped", options=options)
 
 
 def test_killed_anywhere_the_stage_continues_with_the_shards_that_are_done(

@@ -209,6 +209,7 @@ def test_the_error_of_an_offline_download_suggests_the_rules(
 
     monkeypatch.setattr(Downloader, "DEFAULT_URL", "http://127.0.0.1:9/index.xml")
     with pytest.raises(
-        DownloadError, match=r"cannot be downloaded .* or set data\.sentence_splitter to rules"
+        DownloadError,
+        match=r"cannot be downloaded .* or set data\.sentence_splitter to rules, which",
     ):
         download_punkt(tmp_path, "english")
