@@ -1,8 +1,8 @@
 """A first configuration for a user's text: sizes for this machine and a time budget, as YAML.
 
-The rule, with the numbers below: a model sees the text EPOCHS times if the budget allows; a larger
-text is seen in part. Of the sizes in SIZES, the largest is chosen that has at most
-PARAMETERS_PER_BYTE parameters per byte of text and, in the budget, sees the text EPOCHS times or
+The rule, with the numbers below: a model sees the training split EPOCHS times if the budget allows;
+of a larger text it sees a part. Of the sizes in SIZES, the largest is chosen that has at most
+PARAMETERS_PER_BYTE parameters per byte of text and, in the budget, sees the split EPOCHS times or
 TOKENS_PER_PARAMETER tokens per parameter. The time is that of `megacore.plan.throughput`.
 """
 
@@ -38,7 +38,7 @@ SIZES = (
 )
 """Layers, hidden size and heads of the models to choose from, and tokens per iteration."""
 EPOCHS = 4
-"""Number of passes over the text; more of them make a small model repeat it."""
+"""Number of passes over the training split; more of them make a small model repeat it."""
 PARAMETERS_PER_BYTE = 4
 TOKENS_PER_PARAMETER = 10
 TRAINING_SHARE = 0.8
@@ -85,6 +85,11 @@ class _Text:
     split: str
     seq_length: int
 
+    @property
+    def training_share(self) -> float:
+        """Share of the documents in the training split."""
+        return float(self.split.split(",")[0]) / 100
+
 
 def propose(survey: Survey, name: str, minutes: float, hardware: Hardware) -> Starter:
     """Return a configuration that fits a text, a machine and a time budget.
@@ -99,9 +104,10 @@ def propose(survey: Survey, name: str, minutes: float, hardware: Hardware) -> St
     config = RunConfig.model_validate(values)
     parameters = parameter_count(ModelSpec.of(config, text.vocab_size))
     tokens = config.train.train_iters * config.train.global_batch_size * text.seq_length
+    passes = tokens / (text.tokens * text.training_share)
     summary = (
         f"{parameters / 1e6:.1f} M parameters, {tokens / 1e6:.2f} M tokens "
-        f"({tokens / text.tokens:.1f} passes over the text), about {seconds / 60:.1f} minutes of "
+        f"({passes:.1f} passes over the training split), about {seconds / 60:.1f} minutes of "
         f"training at the speed predicted for this machine"
     )
     return Starter(_yaml(values, survey, text, summary, minutes), summary)
@@ -164,8 +170,8 @@ def _size(
 
 def _full_steps(text: _Text, tokens_per_step: int) -> int:
     """Return the number of iterations of EPOCHS passes over the training split."""
-    share = float(text.split.split(",")[0]) / 100
-    return max(LEAST_STEPS, int(EPOCHS * text.tokens * share / tokens_per_step))
+    tokens = EPOCHS * text.tokens * text.training_share
+    return max(LEAST_STEPS, int(tokens / tokens_per_step))
 
 
 def _values(

@@ -65,6 +65,7 @@ def test_one_text_file_is_cut_and_divided_in_order(here: Path) -> None:
     result = run("My Book.txt")
     assert result.exit_code == 0, result.output
     assert "wrote my-book.yaml" in result.output
+    assert re.search(r" M tokens \(4\.0 passes over the training split\), about ", result.output)
     assert f"-m flows.pretrain --conf {here / 'my-book.yaml'}" in result.output
     config = written("my-book")
     assert isinstance(config.data.source, TextSource)
