@@ -60,17 +60,11 @@ def inspect(
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.report import report_index, report_sample
-    from megacore.token_files.indexed_dataset import idx_path
 
-    if mixture is not None:
+    if mixture is not None or _is_word(path):
         report = _mixture(path, mixture)
         _show(report, as_json, lambda: terminal.show_mixture(report))
         return
-    if str(path) == "mixture" and not path.exists() and not idx_path(path).exists():
-        raise ConfigError(
-            "mixture is given without a blend: name a configuration or a directory of index maps "
-            "after it, as in `megacore inspect mixture CONF`"
-        )
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(
@@ -135,12 +129,24 @@ def verify(
         raise typer.Exit(1)
 
 
-def _mixture(word: Path, of: str) -> dict[str, Any]:
+def _is_word(path: Path) -> bool:
+    """Return True if a path is the word `mixture`, and no directory or pair of token files."""
+    from megacore.token_files.indexed_dataset import idx_path
+
+    return str(path) == "mixture" and not path.exists() and not idx_path(path).exists()
+
+
+def _mixture(word: Path, of: str | None) -> dict[str, Any]:
     """Return the report on the blend of a configuration or of index maps."""
     from megacore.config import load_config
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.mixture import mixture_of_config, mixture_of_index
 
+    if of is None:
+        raise ConfigError(
+            "mixture is given without a blend: name a configuration or a directory of index maps "
+            "after it, as in `megacore inspect mixture CONF`"
+        )
     if str(word) != "mixture":
         raise ConfigError(
             f"{word} and {of} are given: give one path, or `mixture` and a configuration or index "
