@@ -63,7 +63,7 @@ def devices(launch: LaunchConfig, *, trains: bool) -> Iterator[None]:
         LaunchError: the server refuses the reservation.
     """
     kind = Hardware.detect().device_type
-    elsewhere = launch.kind in ("slurm", "kubernetes") or bool(hosts_of(launch))
+    elsewhere = launch.has_scheduler or bool(hosts_of(launch))
     if elsewhere or not PREFECT_API_URL.value() or (kind == "cpu" and not trains):
         yield
         return

@@ -83,7 +83,7 @@ def check_here(config: FinetuneConfig) -> None:
         )
     check_launcher(launch)
     resolve_ranks(config, hardware)
-    if hardware.gpus or launch.kind in ("slurm", "kubernetes"):
+    if hardware.gpus or launch.has_scheduler:
         return
     if config.train.precision == "fp16":
         raise ConfigError(
@@ -134,7 +134,7 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
 
 def launch_is_here(config: FinetuneConfig) -> bool:
     """Return True if this host does the work, not a host that a scheduler assigns."""
-    return config.launch.kind not in ("slurm", "kubernetes")
+    return not config.launch.has_scheduler
 
 
 def parameter_count(directory: Path) -> int:

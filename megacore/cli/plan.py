@@ -291,7 +291,7 @@ def _write_layout(
     chosen = best.choice.values(config) | launch_values(config, machine, result.ranks)
     values = {**overrides, **chosen}
     hosts = -(-result.ranks // machine.devices_per_node)
-    named = config.launch.hostfile is not None or config.launch.kind in ("slurm", "kubernetes")
+    named = config.launch.hostfile is not None or config.launch.has_scheduler
     hostfile = None if named or hosts == 1 else target.with_suffix(".hosts")
     if hostfile is not None:
         values["launch.hostfile"] = str(hostfile)

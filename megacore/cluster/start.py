@@ -74,7 +74,7 @@ def start_ranks(
         LaunchError: there are other hosts and ssh is not installed.
     """
     hosts = job.hosts or hosts_of(launch)
-    if launch.kind in ("slurm", "kubernetes"):
+    if launch.has_scheduler:
         from megacore.cluster.batch.start import start_batch
 
         return start_batch(launch, module, job, job_file, env)
@@ -182,7 +182,7 @@ def dry_run_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: 
     Raises:
         MegacoreError: any error of `start_ranks`.
     """
-    if launch.kind in ("slurm", "kubernetes"):
+    if launch.has_scheduler:
         from megacore.cluster.batch.start import show_batch
 
         command, text = show_batch(launch, module, job, job_file)
@@ -216,7 +216,7 @@ def _line(variables: Mapping[str, str], command: list[str]) -> str:
 
 def check_launcher(launch: LaunchConfig) -> None:
     """Raise the error of `start_ranks` for a missing file or program, before anything runs."""
-    if launch.kind in ("slurm", "kubernetes"):
+    if launch.has_scheduler:
         from megacore.cluster.batch.start import check_batch
 
         check_batch(launch)

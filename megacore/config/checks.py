@@ -78,7 +78,7 @@ def check_sections(config: "RunConfig") -> None:
         if isinstance(launch.nproc_per_node, int) and launch.hostfile is None
         else None
     )
-    if ranks is not None and launch.kind in ("slurm", "kubernetes"):
+    if ranks is not None and launch.has_scheduler:
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
     if config.engine == "deepspeed":
         from megacore.config.deepspeed_checks import check_deepspeed

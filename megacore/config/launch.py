@@ -194,9 +194,14 @@ class LaunchConfig(Section):
         """True if a run continues with fewer hosts when some are lost."""
         return self.node_range is not None and self.node_range[0] < self.node_range[1]
 
+    @property
+    def has_scheduler(self) -> bool:
+        """True if a scheduler allocates the hosts and starts the ranks: Slurm or Kubernetes."""
+        return self.kind in ("slurm", "kubernetes")
+
     @model_validator(mode="after")
     def _hosts_come_from_one_place(self) -> Self:
-        if self.hostfile is not None and self.kind in ("slurm", "kubernetes"):
+        if self.hostfile is not None and self.has_scheduler:
             raise ValueError(
                 f"launch.hostfile is {self.hostfile!r}, and {self.kind} chooses the machines "
                 "itself: set launch.hostfile to null, or launch.kind to torchrun or deepspeed"
@@ -215,7 +220,7 @@ class LaunchConfig(Section):
                 "reached to copy files there: set launch.hostfile, or launch.data_placement to "
                 "shared"
             )
-        chooses = self.hostfile is not None or self.kind in ("slurm", "kubernetes")
+        chooses = self.hostfile is not None or self.has_scheduler
         if self.node_range not in (None, (1, 1)) and not chooses:
             raise ValueError(
                 f"launch.nnodes is {self.nnodes} without launch.hostfile, which lists the hosts: "

@@ -41,7 +41,7 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
 
 def ranks_per_host(launch: LaunchConfig, ranks: int) -> int:
     """Return the number of ranks that share a host."""
-    if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
+    if launch.has_scheduler and launch.nproc_per_node != "auto":
         return launch.nproc_per_node
     return max(hosts_of(launch).values(), default=ranks)
 
@@ -66,7 +66,7 @@ def launched_ranks(
         ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
             missing.
     """
-    if launch.kind in ("slurm", "kubernetes"):
+    if launch.has_scheduler:
         return _of_a_scheduler(launch, hardware)
     ranks = (
         (len(hardware.gpus) or without_gpu)

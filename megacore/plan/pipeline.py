@@ -133,7 +133,7 @@ def plan_pipeline(
     ranks = config.launch.nproc_per_node
     if hosts := hosts_of(config.launch):
         ranks = sum(hosts.values())
-    elif config.launch.kind in ("slurm", "kubernetes") and ranks != "auto":
+    elif config.launch.has_scheduler and ranks != "auto":
         ranks *= (config.launch.node_range or (1, 1))[1]
     elif ranks == "auto":
         ranks = len(hardware.gpus) or parallel.ranks_per_replica

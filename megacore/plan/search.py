@@ -565,7 +565,7 @@ def launch_values(config: RunConfig, machine: Machine, ranks: int) -> dict[str, 
     The hosts of a run on several ones are those of its hostfile.
     """
     hosts = -(-ranks // machine.devices_per_node)
-    if config.launch.kind in ("slurm", "kubernetes"):
+    if config.launch.has_scheduler:
         return {"launch.nproc_per_node": ranks // hosts, "launch.nnodes": hosts}
     if hosts > 1 or config.launch.hostfile is not None:
         return {"launch.nproc_per_node": "auto"}

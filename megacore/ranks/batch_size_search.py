@@ -270,7 +270,7 @@ def _ranks_here(config: FinetuneConfig, ranks: int) -> int:
     For a host that only starts the ranks of others, return the largest number of any host.
     """
     launch = config.launch
-    if launch.kind in ("slurm", "kubernetes"):
+    if launch.has_scheduler:
         return ranks // (launch.node_range or (1, 1))[1]
     hosts = hosts_of(launch)
     return (local_slots(hosts) or max(hosts.values())) if hosts else ranks

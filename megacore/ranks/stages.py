@@ -250,7 +250,7 @@ def supervise_job(
 def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
     """Return the number of expected ranks; None if a scheduler may grant fewer hosts."""
     launch = job.config.launch
-    return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks
+    return None if launch.elastic and launch.has_scheduler else job.ranks
 
 
 def run_job(
