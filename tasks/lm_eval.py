@@ -11,7 +11,6 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
 from megacore.jobs.model import LmEvalJob, places
-from megacore.ranks import lm_eval as entry
 from megacore.ranks.stages import log_name, run_job
 from megacore.zeroshot.harness import harness_version, metrics_of, task_files
 from tasks._cache import StageResult, build, stage_task
@@ -50,9 +49,10 @@ def lm_eval(config: RunConfig, export: Artifact, run: ScoredRun) -> StageResult:
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(run.directory, f"lm-eval-{key.key}")
         job = _job(config, export.directory / "model", scratch)
-        poll = log_tail(scratch / log_name(entry.MODULE)).poll
+        module = "megacore.ranks.lm_eval"
+        poll = log_tail(scratch / log_name(module)).poll
         with devices(config.launch, trains=False):
-            scores = run_job(entry.MODULE, job, scratch, on_poll=poll)
+            scores = run_job(module, job, scratch, on_poll=poll)
         write_json(directory / REPORT, scores)
         checkpoint = {name: export.counts[name] for name in ("checkpoint", "iteration")}
         return checkpoint | metrics_of(scores)

@@ -19,7 +19,6 @@ from megacore.errors import ConfigError, TrackingError
 from megacore.hardware import Hardware
 from megacore.jobs.model import ModelSource, ZeroShotJob, places
 from megacore.plan.preflight import resolve_launch
-from megacore.ranks import zeroshot as entry
 from megacore.ranks.stages import log_name, run_job
 from megacore.tokenizer import load_tokenizer
 from megacore.zeroshot.texts import check_passkeys
@@ -94,9 +93,10 @@ def zeroshot_checkpoint(
             check_passkeys(
                 load_tokenizer(tokenizer.path), job.passkey, config.max_position_embeddings
             )
-        poll = log_tail(scratch / log_name(entry.MODULE)).poll
+        module = "megacore.ranks.zeroshot"
+        poll = log_tail(scratch / log_name(module)).poll
         with devices(config.launch, trains=False):
-            scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
+            scores = run_job(module, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
         iteration = iteration_of(Path(target.path))
         totals = {name: value for name, value in metrics_of(scores).items() if "/" not in name}

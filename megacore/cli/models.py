@@ -95,7 +95,6 @@ def evaluate(
     from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
     from megacore.ranks.stages import run_job
-    from megacore.ranks.zeroshot import MODULE
     from megacore.zeroshot.texts import check_passkeys, check_windows
 
     passkeys = _passkey_config(
@@ -125,7 +124,7 @@ def evaluate(
             **ranks_of(source.spec, tensor_model_parallel_size, data_parallel_size, precision),
             **places(scratch),
         )
-        scores = run_job(MODULE, job, scratch)
+        scores = run_job("megacore.ranks.zeroshot", job, scratch)
     if output is not None:
         write_json(output, {"model": source.directory, **scores})
     _print_scores(source.directory, scores)
@@ -290,13 +289,12 @@ def generate(
 def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Generate with ranks that are started for it; `fields` are those of the job."""
     from megacore.jobs.model import GenerateJob, places
-    from megacore.ranks.generate import MODULE
     from megacore.ranks.stages import run_job
 
     with scratch_directory() as scratch:
         job = GenerateJob(**fields, **places(scratch))
-        continuations: list[dict[str, Any]] = run_job(MODULE, job, scratch)["continuations"]
-    return continuations
+        report = run_job("megacore.ranks.generate", job, scratch)
+    return report["continuations"]  # type: ignore[no-any-return]
 
 
 def _model_path(model: Path | None, checkpoint: Path | None) -> Path:

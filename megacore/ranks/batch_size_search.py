@@ -19,7 +19,6 @@ from megacore.errors import ConfigError, MemoryExhaustedError, RankLostError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware, memory_info
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
-from megacore.ranks.finetune_probe import MODULE
 from megacore.ranks.finetune_stages import finetune, run_ranks
 from megacore.ranks.stages import attempt_log, nothing
 
@@ -391,7 +390,7 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
     probed.write(job_file)
     watch.on_start(log)
     try:
-        run_ranks(probed, MODULE, job_file, log, watch.on_poll)
+        run_ranks(probed, "megacore.ranks.finetune_probe", job_file, log, watch.on_poll)
     except MemoryExhaustedError as error:
         return TooLarge(str(error))
     except RankLostError as error:

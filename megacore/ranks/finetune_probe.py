@@ -11,8 +11,6 @@ from megacore.jobs.finetune import ProbeJob
 from megacore.ranks.finetune import joined_ranks
 from megacore.ranks.rank import run_rank
 
-MODULE = "megacore.ranks.finetune_probe"
-
 
 def probe(job: ProbeJob) -> None:
     """Take the job's optimizer steps with its micro batch and write peak memory to `job.output`.

@@ -11,8 +11,6 @@ from megacore.artifact.files import write_json
 from megacore.jobs.model import GenerateJob
 from megacore.ranks.rank import run_rank
 
-MODULE = "megacore.ranks.generate"
-
 
 def continue_prompts(job: GenerateJob) -> None:
     """Write the continuation of every prompt of the job to `job.output`, atomically.

@@ -12,8 +12,6 @@ from megacore.errors import ConfigError
 from megacore.jobs.model import LmEvalJob
 from megacore.ranks.rank import run_rank
 
-MODULE = "megacore.ranks.lm_eval"
-
 
 def score_export(job: LmEvalJob) -> None:
     """Write the scores of the job's model to `job.output`, atomically.

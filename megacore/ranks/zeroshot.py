@@ -11,8 +11,6 @@ from megacore.artifact.files import write_json
 from megacore.jobs.model import ZeroShotJob
 from megacore.ranks.rank import run_rank
 
-MODULE = "megacore.ranks.zeroshot"
-
 
 def evaluate_zero_shot(job: ZeroShotJob) -> None:
     """Write the scores of the job's model to `job.output`, atomically.
