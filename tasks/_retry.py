@@ -11,6 +11,7 @@ from prefect.context import TaskRunContext
 from prefect.states import State
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.errors import MegacoreError, PreemptedError, RankLostError, TransientFileError
 from tasks._logging import CountedRetries
 
@@ -60,7 +61,7 @@ def newest_iteration(run_directory: Path) -> int:
     """Return the iteration of the newest complete checkpoint, 0 without one."""
     from megacore.checkpoint.format import complete_checkpoints
 
-    markers = complete_checkpoints(run_directory / "checkpoints").values()
+    markers = complete_checkpoints(run_directory / CHECKPOINTS_NAME).values()
     return max((marker.iteration for marker in markers), default=0)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey, lock
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
@@ -72,7 +73,7 @@ def convert(
             ).model_dump()
             | {
                 "exit_directory": str(scratch / "exit"),
-                "checkpoint": str(trained.directory / "checkpoints" / chosen),
+                "checkpoint": str(trained.directory / CHECKPOINTS_NAME / chosen),
                 "output_directory": str(directory),
                 "card": _card(config, trained, evaluation, tokens, scores),
             }

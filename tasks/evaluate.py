@@ -19,6 +19,7 @@ from prefect.states import Completed, State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_object, write_json
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -82,7 +83,7 @@ def kept_checkpoints(run_directory: Path) -> Iterator[tuple[Target, ...]]:
     """
     targets = []
     with ExitStack() as readers:
-        for path in complete_checkpoints(run_directory / "checkpoints"):
+        for path in complete_checkpoints(run_directory / CHECKPOINTS_NAME):
             try:
                 readers.enter_context(protected(path))
                 targets.append(Target(path.name, str(path), file_digest(path / MARKER_NAME)))

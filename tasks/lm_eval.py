@@ -6,6 +6,7 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import read_object, write_json
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import MARKER_NAME
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -118,7 +119,9 @@ def checkpoints_to_score(trained: Artifact, evaluation: Artifact) -> list[str]:
     """Return the names of the evaluated checkpoints that still exist, by iteration."""
     names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
     return [
-        name for name in names if (trained.directory / "checkpoints" / name / MARKER_NAME).is_file()
+        name
+        for name in names
+        if (trained.directory / CHECKPOINTS_NAME / name / MARKER_NAME).is_file()
     ]
 
 

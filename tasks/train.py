@@ -167,7 +167,7 @@ def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
     from megacore.checkpoint.format import complete_checkpoints
 
     target = config.train.train_iters
-    for path, marker in complete_checkpoints(directory / "checkpoints").items():
+    for path, marker in complete_checkpoints(directory / CHECKPOINTS_NAME).items():
         if marker.iteration > target:
             raise ConfigError(
                 f"train.train_iters is {target}, but {path} is already further: raise it to at "
@@ -201,7 +201,7 @@ def _run(
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         stages.train(job, monitor.poll, [held])
         monitor.poll()
-    remove_stale(directory / "checkpoints")
+    remove_stale(directory / CHECKPOINTS_NAME)
     counts = training_counts(directory, config, index)
     seal(directory, key, counts, time.monotonic() - started, SEALED)
 
@@ -360,7 +360,7 @@ def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict
             "path": path.relative_to(directory).as_posix(),
             "validation_loss": marker.validation_loss,
         }
-        for path, marker in complete_checkpoints(directory / "checkpoints").items()
+        for path, marker in complete_checkpoints(directory / CHECKPOINTS_NAME).items()
     ]
     return {
         "iterations": config.train.train_iters,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import (
     METADATA_NAME,
     checkpoint_directories,
@@ -65,7 +66,7 @@ def _checkpoint(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is no directory: give a checkpoint (iter_*) or a transformers directory"
         )
-    for root in (path, path / "checkpoints"):
+    for root in (path, path / CHECKPOINTS_NAME):
         if checkpoint_directories(root):
             complete = complete_checkpoints(root)
             if not complete:
