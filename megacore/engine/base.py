@@ -1,12 +1,13 @@
 """Interface of engines and the code that they share.
 
 An `Update` is the result of an iteration. `global_means` and `Reduced` compute it from the losses
-and notices of all ranks. `StageEngine` implements the properties that depend only on the stage.
+and notices of all ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Update:
         return sum(self.losses) / len(self.losses)
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """One model with its optimizer.
 
     An engine runs forward, backward and the update, and provides the state for a checkpoint.
@@ -59,45 +60,52 @@ class Engine(Protocol):
     """Compute type: fp32, bf16 or fp16."""
     kernels: dict[str, str]
     """Name of the implementation of each operation."""
+    can_withhold: ClassVar[bool]
+    """True if `update` can leave the weights unchanged at the caller's request."""
+    _stage: Stage
+    """This rank's part of the model."""
 
     @property
     def parameters(self) -> int:
         """Number of the whole model's parameters."""
-        ...
+        return self._stage.parameter_count
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
-        ...
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss before backward."""
-        ...
+        return self._stage.padded_vocab_size
 
     @property
     def reads_tokens(self) -> bool:
         """True if this rank needs the samples; middle pipeline stages need them only for masks."""
-        ...
+        return self._stage.reads_tokens
 
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses whose sum is minimized, `lm_loss` first."""
-        ...
+        return self._stage.loss_names
 
     @property
     def label_length(self) -> int:
-        """Number of labels of a sample."""
-        ...
+        """Number of labels of a sample; for T5, of the decoder."""
+        return self._stage.label_length
 
     def check_documents(self, length: int) -> str:
         """Check that no document of `length` tokens sees another one; return a line for the log.
 
+        See `megacore.models.leak_check`.
+
         Raises:
             LeakError: one does.
         """
-        ...
+        return check_documents(self._stage.chunks, length, self._stage.device)
 
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """Factor on the loss before backward; 1 unless the precision is fp16."""
+
+    @abstractmethod
     def forward_backward(
         self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
     ) -> None:
@@ -110,13 +118,8 @@ class Engine(Protocol):
             seq_length: tokens of each sequence, into which the batches are already cut; None means
                 data.seq_length.
         """
-        ...
 
-    @property
-    def can_withhold(self) -> bool:
-        """True if `update` can leave the weights unchanged at the caller's request."""
-        ...
-
+    @abstractmethod
     def update(
         self,
         lr: float,
@@ -136,8 +139,8 @@ class Engine(Protocol):
                 returns True to leave the weights unchanged. It must return the same on every rank.
                 An engine that cannot withhold accepts only None.
         """
-        ...
 
+    @abstractmethod
     def loss_sum(
         self,
         batches: Iterator[Tensor],
@@ -158,16 +161,16 @@ class Engine(Protocol):
             fp64 [terms + POSITION_BUCKETS + sources, 2], the losses in the order of `loss_names`,
                 then `lm_loss` by position and by source; zeros on all pipeline stages but the last.
         """
-        ...
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Return all tensors of a checkpoint under their global names. Collective."""
-        ...
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return the rest of the state for a checkpoint, as JSON."""
-        ...
 
+    @abstractmethod
     def load_state(
         self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
     ) -> None:
@@ -178,7 +181,6 @@ class Engine(Protocol):
             tensors: current return value of `tensors`, or a part of it, filled in place with the
                 values of the checkpoint.
         """
-        ...
 
 
 def global_means(
@@ -245,41 +247,3 @@ class Reduced:
     ) -> Update:
         """Return the result of the iteration."""
         return Update(self.losses, self.terms, grad_norm, applied, fatal, withheld, self.notices)
-
-
-class StageEngine:
-    """Part of `megacore.engine.base.Engine` that depends only on the stage."""
-
-    _stage: Stage
-
-    @property
-    def parameters(self) -> int:
-        """Number of the whole model's parameters."""
-        return self._stage.parameter_count
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self._stage.padded_vocab_size
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if this rank needs the samples; middle pipeline stages need them only for masks."""
-        return self._stage.reads_tokens
-
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimized, `lm_loss` first."""
-        return self._stage.loss_names
-
-    @property
-    def label_length(self) -> int:
-        """Number of labels of a sample; for T5, of the decoder."""
-        return self._stage.label_length
-
-    def check_documents(self, length: int) -> str:
-        """Check that no document of a sequence sees another one, and return a line for the log.
-
-        See `megacore.models.leak_check`.
-        """
-        return check_documents(self._stage.chunks, length, self._stage.device)

@@ -8,7 +8,7 @@ accumulated gradients and moments in fp32. Only fp16 needs a loss scale.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from megacore.config.run import RunConfig
 from megacore.data_parallel.gather import FlatWeights, Unit, WeightGatherer
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.data_parallel.sharding import Sharding
-from megacore.engine.base import Reduced, StageEngine, Update, global_means
+from megacore.engine.base import Engine, Reduced, Update, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
 from megacore.models.base import LossTotals
 from megacore.models.layers.embedding import Embedding
@@ -33,8 +33,8 @@ from megacore.tensor_parallel import partial_gradients
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class NativeEngine(StageEngine):
-    """Implementation of `megacore.engine.base.Engine`."""
+class NativeEngine(Engine):
+    """Engine that is based only on torch."""
 
     def __init__(self, stage: Stage, config: RunConfig, precision: str) -> None:
         """Take this rank's part of a model in fp32 and cast it to the compute type.
@@ -73,11 +73,13 @@ class NativeEngine(StageEngine):
         ]
         values = self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
         initial = None if stage.stored else stage.initial_weights
-        self._optimizer = (
-            MainWeightMuon(*values, matrices=stage.matrices, initial=initial)
-            if config.optim.name == "muon"
-            else MainWeightAdamW(*values, initial=initial)
-        )
+        match config.optim.name:
+            case "adam":
+                self._optimizer = MainWeightAdamW(*values, initial=initial)
+            case "muon":
+                self._optimizer = MainWeightMuon(*values, matrices=stage.matrices, initial=initial)
+            case unknown:
+                assert_never(unknown)
         self._gatherer = _gatherer(units, self._optimizer.divided) if divides else None
         if self._gatherer is not None:
             self._syncs[0].after_backward = self._gatherer.after_backward

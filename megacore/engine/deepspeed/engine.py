@@ -5,7 +5,7 @@ checkpoints are those of the native engine.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +17,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.engine.base import Reduced, StageEngine, Update, global_means
+from megacore.engine.base import Engine, Reduced, Update, global_means
 from megacore.engine.deepspeed.join import (
     MeshUnit,
     checkpoint_activations,
@@ -42,7 +42,7 @@ from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 
 
-class DeepSpeedBase(StageEngine, ABC):
+class DeepSpeedBase(Engine):
     """DeepSpeed's engine, the model stage that it trains, and their fp32 state."""
 
     def __init__(
@@ -264,7 +264,7 @@ class MicroBatch(nn.Module):
 
 
 class DeepSpeedEngine(DeepSpeedBase):
-    """Engine for models without pipeline stages; implements `megacore.engine.base.Engine`."""
+    """Engine for models without pipeline stages."""
 
     def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         (model,) = self._stage.chunks

@@ -69,7 +69,7 @@ class TiedParameter(nn.Module):
 
 
 class DeepSpeedPipelineEngine(DeepSpeedBase):
-    """Engine for models with pipeline stages; implements `megacore.engine.base.Engine`."""
+    """Engine for models with pipeline stages."""
 
     _seeds: Sequence[int] = ()
     _seq_length: int | None = None
