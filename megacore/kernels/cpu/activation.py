@@ -1,6 +1,7 @@
 """Activations of x + bias, and gated units, in C++.
 
-They compute in fp32. The backward pass also sums the bias's gradient.
+They compute in fp32. The backward pass also sums the bias's gradient. Torch computes an activation
+that has no C++ function in `_KINDS`.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import Activation
+from megacore.kernels import activation as plain
 from megacore.kernels.cpu import _kernels
 from megacore.kernels.cpu.common import (
     address,
@@ -37,11 +39,15 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
     """
     if kind == "relu" and bias is None and x.dtype == torch.float32:
         return F.relu(x)  # nothing to fuse: torch is limited by memory bandwidth, too
+    if kind not in _KINDS:
+        return plain.bias_activation(x, bias, kind)
     return _BiasActivation.apply(x, bias, _KINDS[kind])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """Compute f(gate) * up for swiglu, geglu or geglu_tanh: two [..., f] to one [..., f]."""
+    if kind not in _KINDS:
+        return plain.gated(gate, up, kind)
     return _Gated.apply(gate, up, _KINDS[kind])  # type: ignore[no-any-return, no-untyped-call]
 
 

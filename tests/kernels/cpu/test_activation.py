@@ -8,6 +8,7 @@ from torch import Tensor
 from megacore.config.model import GATED, Activation
 from megacore.errors import ConfigError
 from megacore.kernels import activation as plain
+from megacore.kernels.cpu import activation as cpp
 from megacore.kernels.cpu.activation import bias_activation, gated
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
@@ -39,6 +40,18 @@ def test_bias_activation_equals_float64(dtype: torch.dtype, kind: Activation, wi
 def test_gated_activation_equals_float64(dtype: torch.dtype, kind: Activation, width: int) -> None:
     gate, up = random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1)
     check(lambda x, y: gated(x, y, kind), lambda x, y: plain.gated(x, y, kind), [gate, up])
+
+
+def test_torch_computes_an_activation_without_a_cpp_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = random(4, 33, dtype=torch.float32)
+    up, bias = random(4, 33, dtype=torch.float32, seed=1), random(33, dtype=torch.float32)
+    monkeypatch.delitem(cpp._KINDS, "gelu")
+    monkeypatch.delitem(cpp._KINDS, "swiglu")
+    assert bias_activation(x, bias, "gelu").equal(plain.bias_activation(x, bias, "gelu"))
+    assert bias_activation(x, None, "gelu").equal(plain.bias_activation(x, None, "gelu"))
+    assert gated(x, up, "swiglu").equal(plain.gated(x, up, "swiglu"))
 
 
 @both_types
