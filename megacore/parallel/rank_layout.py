@@ -26,7 +26,7 @@ class Coordinate(NamedTuple):
     tensor: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankLayout:
     """Sizes of the kinds of parallelism; their product is the number of ranks."""
 

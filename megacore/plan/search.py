@@ -23,7 +23,6 @@ from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.models.parameters import chunk_sizes, layer_sizes
-from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.plan.activations import Activations
 from megacore.plan.iteration import Iteration
@@ -379,7 +378,7 @@ class _Space:
         )
         if key not in self.shapes:
             config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, choice.context)
+            layout = choice.layout
             self.shapes[key] = _Shape(
                 Iteration(config, self.vocab_size, self.machine, layout, self.precision, self.cores)
             )
@@ -423,7 +422,7 @@ class _Space:
                 self.note("divide the layers as another candidate does (partition)")
                 continue
             equal.append(chunks)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, choice.context)
+            layout = choice.layout
             iteration = shape.iteration.with_layout(config, layout)
             needed = self._least_memory(iteration, chunks)
             if needed > self.limit:

@@ -78,6 +78,13 @@ class Choice:
         )
 
     @property
+    def layout(self) -> RankLayout:
+        """Sizes of the kinds of parallelism."""
+        return RankLayout(
+            data=self.data, pipeline=self.pipeline, tensor=self.tensor, context=self.context
+        )
+
+    @property
     def name(self) -> str:
         """Short name for a chart, such as `tp 8, pp 16, v 2, dp 8, b 1, ZeRO-1, full`."""
         parts = [f"tp {self.tensor}{' sp' if self.sequence_parallel else ''}"]
