@@ -13,14 +13,12 @@ from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
 from tasks._form import FINE_TUNING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
-from tasks.dataset import dataset
-from tasks.examples import examples
 from tasks.find_batch_size import check_find_batch_size, find_batch_sizes
 from tasks.finetune import finetune as train
+from tasks.finetune_data import dataset, examples, pretrained
 from tasks.finetune_export import finetune_export
 from tasks.finetune_preflight import finetune_dry_run, load_checked_finetuning
 from tasks.finetune_publish import finetune_publish, outcome
-from tasks.pretrained import pretrained
 from tasks.push import check_push, push_stage
 
 

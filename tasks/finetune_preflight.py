@@ -24,14 +24,12 @@ from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
 from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
-from tasks.dataset import dataset_key
-from tasks.examples import examples_key
 from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
 from tasks.finetune import finetune_key, run_directory
+from tasks.finetune_data import dataset_key, examples_key, pretrained_key
 from tasks.finetune_export import export_key
 from tasks.finetune_publish import publication_problem, publish_key
 from tasks.preflight import CONF_DIR
-from tasks.pretrained import pretrained_key
 from tasks.push import check_push, planned_push
 
 _PACKAGES = ("accelerate", "transformers", "datasets")

@@ -21,15 +21,13 @@ from tasks._tokens import tokenize_key
 from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
 from tasks.curate import curate_key
-from tasks.dataset import dataset_key
 from tasks.download import collect_key, punkt_key
 from tasks.evaluate import Target, score_key
-from tasks.examples import examples_key
 from tasks.find_batch_size import find_batch_size_key
 from tasks.finetune import finetune_key
+from tasks.finetune_data import dataset_key, examples_key, pretrained_key
 from tasks.index import index_key
 from tasks.lm_eval import lm_eval_key
-from tasks.pretrained import pretrained_key
 from tasks.publish import publish_key
 from tasks.push import push_key
 from tasks.shards import shard_key
