@@ -18,8 +18,8 @@ from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.models.init import initial_weights
 from megacore.models.inputs import input_rules
+from megacore.models.layers.attention import CrossAttention, SelfAttention
 from megacore.models.layers.transformer import TransformerLayer
-from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import parameter_count
 from megacore.optim.muon import RowParts
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -33,7 +33,12 @@ from megacore.pipeline_parallel.schedules import (
     build_schedule,
     forward_only,
 )
-from megacore.tensor_parallel import Partition, partitions
+from megacore.tensor_parallel import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    partitions,
+)
 
 
 class Stage:
@@ -431,3 +436,28 @@ class _Scoring(_Work):
     def weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """Raise an error: the schedule only has forward passes."""
         raise AssertionError("a forward-only schedule has weight gradients")
+
+
+def layer_matrices(model: nn.Module) -> dict[str, RowParts]:
+    """Return the weights of the linear projections in transformer layers, by global name.
+
+    Muon updates them. Embeddings, heads, biases and norms are not among them. A weight that
+    projects to q, k and v, or to k and v, has rows [head][q, k, v][d] or [group][k, v][d].
+    """
+    return {
+        f"{layer_name}.{name}.weight" if layer_name else f"{name}.weight": parts
+        for layer_name, layer in model.named_modules()
+        if isinstance(layer, TransformerLayer)
+        for name, parts in _projections(layer)
+    }
+
+
+def _projections(layer: TransformerLayer) -> Iterator[tuple[str, RowParts]]:
+    fused = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, SelfAttention | CrossAttention):
+            fused[f"{name}.query_key_value"] = RowParts(3, module.head_dim)
+            fused[f"{name}.key_value"] = RowParts(2, module.head_dim)
+    for name, module in layer.named_modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            yield name, fused.get(name, RowParts())

@@ -8,14 +8,13 @@ from megacore.config.parallel import ZERO_STAGES
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.engine.native import NativeEngine
 from megacore.models.build import build_model
-from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import (
     chunk_matrices,
     chunk_sizes,
     layer_sizes,
     parameter_count,
 )
-from megacore.models.stage import Stage
+from megacore.models.stage import Stage, layer_matrices
 from megacore.optim.adam import ShardedWeights
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
