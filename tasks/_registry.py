@@ -16,18 +16,17 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import yaml
 
-from megacore.artifact.files import canonical_json
+from megacore.artifact.files import canonical_json, read_object
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.errors import ConversionError
 from megacore.observe.logging import PPL_TOLERANCE
 from tasks._aliases import Measurement, move_aliases
 from tasks._checkpoint_models import Datasets, log_model_metrics
-from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
@@ -53,6 +52,10 @@ _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
 """Endings of files in `model/` that are not the tokenizer's; the names of a tokenizer's files
 differ between its classes."""
 _REQUIREMENTS = ("mlflow", "torch", "transformers")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_NEW_TOKENS = 256
+"""Most tokens that a pipeline generates, the default of transformers. It can exceed a small
+position table."""
 
 
 def publish_model(
@@ -366,7 +369,7 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         model_size_bytes=size,
     )
     task = task_of(directory)
-    description.add_flavor("transformers", **flavor(task))
+    description.add_flavor("transformers", **_flavor(task))
     if task.served:
         pyfunc.add_to_model(
             description,
@@ -383,6 +386,62 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         "requirements.txt": "".join(f"{name}=={_public_version(name)}\n" for name in _REQUIREMENTS),
         "python_env.yaml": yaml.safe_dump(python_env, sort_keys=False),
         "MLmodel": description.to_yaml(),
+    }
+
+
+class _Task(NamedTuple):
+    """A pipeline of transformers."""
+
+    name: str
+    pipeline: str
+    """Class of the pipeline."""
+    model: str
+    """Class of the model that the pipeline runs."""
+    options: dict[str, Any]
+    """Default options of the pipeline's calls."""
+    served: bool = True
+    """True if transformers has that pipeline."""
+
+
+def task_of(directory: Path) -> _Task:
+    """Return the task of the model in a transformers directory.
+
+    transformers 5 has no pipeline for encoder-decoders and multiple choice: such a model is loaded
+    as model and tokenizer (`mlflow.transformers.load_model(uri, return_type="components")`), and
+    has no `pyfunc`.
+    """
+    config = read_object(directory / "config.json")
+    architecture: str = config["architectures"][0]
+    if architecture.endswith("ForSequenceClassification"):
+        return _Task("text-classification", "TextClassificationPipeline", architecture, {})
+    if architecture.endswith("ForMultipleChoice"):
+        return _Task("multiple-choice", "MultipleChoicePipeline", architecture, {}, served=False)
+    if config.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
+        return _Task(
+            "text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False
+        )
+    if architecture.endswith(("ForPreTraining", "ForMaskedLM")):
+        masked = architecture.replace("ForPreTraining", "ForMaskedLM")
+        return _Task("fill-mask", "FillMaskPipeline", masked, {})
+    positions = [int(config[name]) for name in _POSITIONS if config.get(name)]
+    new_tokens = min(_NEW_TOKENS, positions[0] // 2) if positions else _NEW_TOKENS
+    return _Task(
+        "text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": new_tokens}
+    )
+
+
+def _flavor(task: _Task) -> dict[str, Any]:
+    """Return the transformers flavor's section of an MLmodel file."""
+    return {
+        "transformers_version": metadata.version("transformers"),
+        "code": None,
+        "task": task.name,
+        "instance_type": task.pipeline,
+        "pipeline_model_type": task.model,
+        "source_model_name": "",
+        "model_binary": "model",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
     }
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from megacore.config import RunConfig
 from megacore.convert.hf.write import write_model
-from tasks._flavor import task_of
 from tasks._mlflow import RunFacts, Tracking, ensure_run
-from tasks._registry import publish_model
+from tasks._registry import publish_model, task_of
 from tests.convert._models import VOCAB_SIZE, our_model, tiny_spec
 
 
