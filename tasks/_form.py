@@ -130,7 +130,8 @@ def with_form(form: Form) -> Callable[[Callable[Parameters, Result]], Callable[.
 def on_page(form: Form) -> Callable[[PrefectFlow], PrefectFlow]:
     """Give the parameters of a flow with a form titles, descriptions and an order on the page.
 
-    Prefect deploys the schema of the flow's signature, and calls the function by the function's.
+    Prefect builds the page from the flow's signature but calls the function with the function's
+    own.
     """
     texts = {
         name: (title, f"{text[:1].upper()}{text[1:]}.".format(directory=form.directory))

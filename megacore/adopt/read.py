@@ -368,7 +368,7 @@ def _starts_something(path: Path) -> bool:
 
 
 def _other(path: Path, script: Script) -> str:
-    """Return what a script that trains no language model is."""
+    """Name the kind of a script that does not train a language model."""
     programs = " ".join(launch.program for launch in script.launches)
     by_name = (path.name, programs) if "tasks/main" in programs else (programs, path.name)
     for text in (*by_name, path.parent.name, " ".join(script.commands)):

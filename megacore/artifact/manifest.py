@@ -205,7 +205,7 @@ _logger = logging.getLogger("megacore.artifact")
 
 
 class _AbandonedError(Exception):
-    """End of a comparison whose result nobody needs any more."""
+    """Raised to stop a comparison after `FirstRead` is left."""
 
 
 class FirstRead:

@@ -277,7 +277,7 @@ def _with_workspace(value: Any) -> Any:
 def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _Kind) -> _Merged:
     """Read a file and the files that it extends, and merge its values over theirs.
 
-    `above` are the files that led to this one, which does then not give the `name`.
+    `above` is the chain of extending files. If it is not empty, this file's `name` is ignored.
     """
     chain = (*above, path)
     if path.resolve() in (other.resolve() for other in above):
@@ -341,8 +341,8 @@ def _merge(
 ) -> dict[str, Any]:
     """Return the mapping `base` with `values` merged over it: only mappings merge.
 
-    A mapping that names its `kind` is complete, where kinds have different fields: it replaces the
-    one in `base`. A hostfile replaces the number of ranks per host, too.
+    If kinds have different fields, a mapping with `kind` replaces the one in `base` instead of
+    merging. A hostfile replaces the number of ranks per host, too.
     """
     merged = dict(base)
     if location == _LAUNCH:
@@ -374,7 +374,7 @@ def _other(kind: _Kind) -> _Kind:
 
 
 def _has(values: Any, key: str) -> bool:
-    """Return True if the nested mappings have the dotted key, or a list that may have it."""
+    """Return True if the dotted key exists, or a list on its path could contain it."""
     for part in key.split("."):
         if isinstance(values, list):
             return True

@@ -122,9 +122,9 @@ def _choose_kernels(
 
 
 def _masks(config: RunConfig) -> bool:
-    """Return True if attention has more than the causal mask of fused attention on GPUs.
+    """Return True if attention needs a mask, bias or soft cap besides the causal mask.
 
-    That is a mask, a bias or a soft cap. The learned bias of T5 is no mask.
+    The learned bias of T5 is no mask.
     """
     model = config.model
     return (

@@ -236,7 +236,7 @@ def _out_of_memory(who: str) -> MemoryExhaustedError:
 
 
 def _little_space(directory: Path) -> str:
-    """Return what to do about a nearly full disk as a clause, or an empty string for another."""
+    """Return advice if the directory's disk is nearly full, otherwise an empty string."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(directory).free < _LITTLE_SPACE:
             return f"; {free_text(directory)}: free some space, then start again"

@@ -370,7 +370,7 @@ class MainWeightAdamW:
         }
 
     def _kinds(self, name: str) -> Mapping[str, str]:
-        """Return the field of a main weight for each prefix of a parameter's names."""
+        """Map the prefix of each checkpoint name to the `MainWeight` field that holds it."""
         return KINDS
 
     def _global(self, name: str, runs: Sequence[tuple[int, Tensor]]) -> Tensor | TensorShard:

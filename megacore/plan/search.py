@@ -526,7 +526,10 @@ class _Space:
 
 
 def _kind(chunk: ModelChunk, layers: int) -> "_Kind":
-    """Return what determines a chunk's time and parameters in a model of `layers` layers."""
+    """Return a key; chunks with equal keys take equal time and have equal parameters.
+
+    `layers` is the number of layers of the model.
+    """
     return (
         len(chunk.layers),
         len(chunk.decoder_layers),

@@ -131,7 +131,7 @@ def first_read(
 
 
 def _last_compared(directory: Path | None) -> int:
-    """Return when all digests of an artifact were last right, in ns; 0 without a record."""
+    """Return the time (ns) of the last successful digest check, or 0 if there was none."""
     try:
         return 0 if directory is None else verified_record(directory).stat().st_mtime_ns
     except OSError:

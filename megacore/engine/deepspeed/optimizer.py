@@ -96,9 +96,9 @@ class WholeGradients:
         self._stage, self._main_weights, self._max_norm = stage, main_weights, max_norm
         self.norm = 0.0
         """Norm of the last step's gradients, before clipping."""
-        adam.register_step_pre_hook(self._look)
+        adam.register_step_pre_hook(self._clip_or_drop)
 
-    def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    def _clip_or_drop(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Clip the gradients, or remove them if they are not finite.
 
         Adam changes nothing without gradients.

@@ -34,7 +34,7 @@ def attention_mask(
     blocked: bool = False,
     softcapped: bool = False,
 ) -> tuple[Tensor | None, Spans | None]:
-    """Return what hides keys: the sum of all biases, or spans if that is only a mask.
+    """Return the attention bias, or its spans if there is only a mask.
 
     The queries are the last `queries` of the `keys` tokens. A mask as a bias is additive because
     kernels add it unchanged; from a bool mask each layer would build its own additive one.

@@ -298,5 +298,5 @@ class Transformer(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the final norm's parameters, whose gradients are partial in the same way."""
+        """Return the final norm's parameters; with sequence parallelism, gradients are partial."""
         return parameters_of(self, "final_layernorm") if self.sequence_parallel else frozenset()
