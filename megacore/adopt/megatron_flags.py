@@ -28,14 +28,12 @@ _PRECISION = Joint("it decides the precision")
 _SPEED = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
 _COMMUNICATION = NoEffect("it changes when ranks communicate, not what; it is always done here")
 _LOGGING = NoEffect("metrics go to events.jsonl, MLflow and, with tracking.tensorboard, there")
-_PLACE = NoEffect("a run has its place in the workspace, runs/KEY")
 _FORMAT = NoEffect("checkpoints have one form, which any layout loads")
 _LOADER = NoEffect("samples are read from memory maps in the order of the index maps")
 _PROCESS = NoEffect("the section launch starts and supervises the processes")
 _FOR_EXPERTS = NoEffect("it is for experts, of which there are none without --num-experts")
 
 _DENSE = "a dense model: leave out the flags of experts"
-_EXPERTS = Absent("mixture of experts", _DENSE)
 _NO_FP8 = Absent("fp8", "train.precision bf16")
 _OTHER_SCALING = Absent(
     "this scaling of rotary positions", "model.rope_scaling of kind yarn", ("1", "1.0")

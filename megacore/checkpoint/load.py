@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -200,11 +199,11 @@ def load_checkpoint(
         return state
 
 
-def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
-    """Return the names that all ranks of `group` (None: the default group) hold. Collective."""
+def names_of_all(tensors: Iterable[str]) -> frozenset[str]:
+    """Return the names that all ranks hold. Collective."""
     local_names = sorted(tensors)
     return frozenset(
-        name for names in RankGroup(group).everywhere(lambda: local_names) for name in names
+        name for names in RankGroup(None).everywhere(lambda: local_names) for name in names
     )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -70,11 +69,10 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     validation_loss: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save `tensors` and `state` as `root/iter_<iteration>`; return that path on every rank.
 
-    Collective over `group` (None: the default group, or a single rank). Tensors are saved under
+    Collective over the default group, if there is one. Tensors are saved under
     their global names, which may differ between ranks. If several ranks hold a plain tensor or a
     rectangle of a TensorShard, it is written by the rank with the least data. `state` is JSON, as
     Python writes it: numbers may be NaN or infinite. The first rank's is written. An existing
@@ -83,7 +81,7 @@ def save_checkpoint(
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
     left visible.
     """
-    ranks = RankGroup(group)
+    ranks = RankGroup(None)
 
     def check() -> str:
         check_types(tensors)

@@ -245,7 +245,6 @@ def local_torchrun_command(
     config_path: Path,
     ranks: int,
     *,
-    log_directory: Path | None = None,
     shown: bool = False,
 ) -> list[str]:
     """Return the command for `ranks` processes of `python -m module --config config_path` here.
@@ -259,8 +258,6 @@ def local_torchrun_command(
         module: entry point of each rank.
         config_path: path of the job file.
         ranks: number of ranks.
-        log_directory: directory of torchrun's own small files, which it would otherwise leave in
-            the temporary directory; None means `torchrun` next to the config.
         shown: True for a command that is only shown; no file is touched.
     """
     program = [module, "--config", str(config_path)]
@@ -278,7 +275,8 @@ def local_torchrun_command(
         # With one node nobody checks for keep-alives, and each one would make the file longer.
         "--rdzv-conf=store_type=file,keep_alive_interval=86400",
         "--local-addr=127.0.0.1",
-        f"--log-dir={log_directory or config_path.parent / 'torchrun'}",
+        # Its own small files, which it would otherwise leave in the temporary directory.
+        f"--log-dir={config_path.parent / 'torchrun'}",
         "-m",
         *program,
     ]

@@ -4,7 +4,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError
@@ -120,13 +120,11 @@ def _chosen(
     return selected
 
 
-def read_hostfile(
-    path: str | Path, nproc_per_node: int | Literal["auto"] = "auto"
-) -> dict[str, int]:
+def read_hostfile(path: str | Path) -> dict[str, int]:
     """Return the number of ranks of each host, in the order of the file and of the ranks.
 
     A line has the form `host slots=N`; empty lines and text after a # are ignored. Raises
-    ConfigError, also when `nproc_per_node` differs from the slots of a host.
+    ConfigError.
     """
     try:
         lines = read_bytes(Path(path), _HOSTFILE_BYTES).decode("utf-8").splitlines()
@@ -153,12 +151,6 @@ def read_hostfile(
             f"hostfile {path} names no host: write a line `host slots=N` for each machine"
         )
     _check_names(hosts, path)
-    for host, slots in hosts.items():
-        if nproc_per_node not in ("auto", slots):
-            raise ConfigError(
-                f"launch.nproc_per_node is {nproc_per_node} and {host} has {slots} slots in "
-                f"hostfile {path}: set launch.nproc_per_node to auto"
-            )
     return hosts
 
 

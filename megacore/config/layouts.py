@@ -124,9 +124,8 @@ def nearest_layouts(
     padded_vocab_size: int | None = None,
     *,
     data: int | None = None,
-    count: int = PROPOSALS,
 ) -> list[ParallelLayout]:
-    """Return up to `count` valid layouts of `ranks` ranks, nearest to `asked` first.
+    """Return up to `PROPOSALS` valid layouts of `ranks` ranks, nearest to `asked` first.
 
     Equally near layouts are sorted by the number of replicas, because fewer replicas need less
     memory per rank. Virtual stages are proposed only if `asked` has some, and
@@ -138,7 +137,6 @@ def nearest_layouts(
         ranks: number of ranks of each layout.
         padded_vocab_size: entries of the padded vocabulary; None if not yet known.
         data: data-parallel size of each layout; None for any.
-        count: maximum number of layouts.
     """
     possible = [
         layout
@@ -147,7 +145,7 @@ def nearest_layouts(
     ]
     return sorted(
         possible, key=lambda each: (round(each.distance(asked), 6), each.data, each.virtual, each)
-    )[:count]
+    )[:PROPOSALS]
 
 
 def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[ParallelLayout]:

@@ -166,21 +166,12 @@ def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     return validated(RunConfig, values, origin)
 
 
-def parse_finetune_config(
-    values: Mapping[str, Any], *, origin: str, files: Mapping[str, str] | None = None
-) -> FinetuneConfig:
-    """Validate plain values of a fine-tuning.
+def parse_finetune_config(values: Mapping[str, Any], *, origin: str) -> FinetuneConfig:
+    """Validate plain values of a fine-tuning; `origin` names them in messages.
 
-    Args:
-        values: values by section.
-        origin: name of the values in messages.
-        files: names in messages for the contents of `launch.accelerate_config` and
-            `launch.deepspeed_config`.
-
-    Raises:
-        ConfigError: the values are not a valid configuration.
+    Raises ConfigError.
     """
-    return validated(FinetuneConfig, values, origin, context={FILES: dict(files or {})})
+    return validated(FinetuneConfig, values, origin)
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:

@@ -288,22 +288,10 @@ def _rows(spec: ModelSpec, ours: str, theirs: str) -> Entry:
     return Entry(ours, shape, (theirs,), padded_rows(spec.vocab_size, spec.padded_vocab_size))
 
 
-def linear(
-    ours: str,
-    theirs: str,
-    shape: Shape,
-    *,
-    bias: bool,
-    weight_layout: Relayout = SAME,
-    bias_layout: Relayout = SAME,
-) -> tuple[Entry, ...]:
+def linear(ours: str, theirs: str, shape: Shape, *, bias: bool) -> tuple[Entry, ...]:
     """Return the entries of a weight of `shape` and, if `bias`, the bias of its rows."""
-    weight = Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight_layout)
-    return (
-        (weight, Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias_layout))
-        if bias
-        else (weight,)
-    )
+    weight = Entry(f"{ours}.weight", shape, (f"{theirs}.weight",))
+    return (weight, Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",))) if bias else (weight,)
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str, size: int | None = None) -> tuple[Entry, ...]:

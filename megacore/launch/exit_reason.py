@@ -36,6 +36,8 @@ The launcher here is the process that reaches other hosts or a scheduler.
 """
 
 _PR_SET_PDEATHSIG = 1
+_LINE = 400
+"""Most characters of an error in one line."""
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -236,6 +238,6 @@ def _is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def _one_line(error: BaseException, limit: int = 400) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return text if len(text) <= _LINE else f"{text[:_LINE]}…"

@@ -53,7 +53,6 @@ def supervise(
     env: Mapping[str, str] | None = None,
     stop_grace: float = 20.0,
     timeout: float | None = None,
-    timeout_setting: str = "launch.timeout_minutes",
     on_poll: Callable[[], None] = lambda: None,
     poll_interval: float = 0.2,
     stall_limit: float | None = None,
@@ -83,8 +82,7 @@ def supervise(
         exit_directory: directory of the ranks' reasons, heartbeats and stacks.
         env: variables added to this process's environment.
         stop_grace: seconds between SIGTERM and SIGKILL.
-        timeout: longest run time in seconds; None means no limit.
-        timeout_setting: name of the option behind `timeout`, for the error message.
+        timeout: longest run time in seconds (launch.timeout_minutes); None means no limit.
         on_poll: callback at each interval and once after the end.
         poll_interval: seconds between two polls.
         stall_limit: seconds without progress after which a rank is stalled; None means no limit.
@@ -101,7 +99,7 @@ def supervise(
         RankStalledError: a rank made no progress.
         RankLostError: a rank died without a reason.
         MemoryExhaustedError: the kernel killed a rank because memory ran out.
-        StageTimeoutError: the command ran longer than `timeout`; names `timeout_setting`.
+        StageTimeoutError: the command ran longer than `timeout`.
         LaunchError: `command` cannot be started.
     """
     executable = shutil.which(command[0])
@@ -123,7 +121,7 @@ def supervise(
         mark=mark,
     )
     watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
-    limit = _Limit(timeout, timeout_setting, f"{' '.join(command[-3:])} ran longer than", log)
+    limit = _Limit(timeout, f"{' '.join(command[-3:])} ran longer than", log)
     variables = {**os.environ, **(env or {}), JOB_VARIABLE: mark}
     grace = stop_grace + stop_margin
     with _guarded([executable, *command[1:]], log, variables, grace, inherited) as guard:
@@ -139,7 +137,6 @@ class _Limit:
     """Time limit of a job."""
 
     seconds: float | None
-    setting: str
     beginning: str
     """Beginning of the error message."""
     log: Path
@@ -149,8 +146,8 @@ class _Limit:
         """Raise StageTimeoutError if the limit is exceeded."""
         if self.seconds is not None and time.monotonic() - self.started > self.seconds:
             raise StageTimeoutError(
-                f"{self.beginning} {self.setting} = {self.seconds / 60:g} minutes and was ended: "
-                f"raise {self.setting}, or look for a hang in {self.log}"
+                f"{self.beginning} launch.timeout_minutes = {self.seconds / 60:g} minutes and was "
+                f"ended: raise launch.timeout_minutes, or look for a hang in {self.log}"
             )
 
 

@@ -182,9 +182,9 @@ def memory_line(rank: int, iteration: int, memory: MemoryUse) -> str:
     )
 
 
-def datetime_line(moment: str, now: datetime | None = None) -> str:
-    """Return the log line with the time of a moment, such as "after training is done"."""
-    return f"[{moment}] datetime: {(now or datetime.now()).strftime(_TIME)} "
+def datetime_line(moment: str) -> str:
+    """Return the log line with the time of this moment, such as "after training is done"."""
+    return f"[{moment}] datetime: {datetime.now().strftime(_TIME)} "
 
 
 def setup_lines(milliseconds: Sequence[Mapping[str, float]]) -> str:

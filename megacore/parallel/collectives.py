@@ -45,12 +45,10 @@ def wait_phase(group: ParallelGroup) -> str:
     return f"{group.name}-parallel wait"
 
 
-def all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """Return the reduction of `x` over the ranks in a new tensor, bitwise equal on all ranks."""
+def all_reduce(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Return the sum of `x` over the ranks in a new tensor, bitwise equal on all ranks."""
     return (
-        x
-        if group.size == 1
-        else all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+        x if group.size == 1 else all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
     )
 
 

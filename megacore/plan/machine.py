@@ -180,18 +180,18 @@ class Machine(Section):
         )
 
 
-def load_machine(name: str, directory: Path | None = None) -> Machine:
-    """Read the hardware file that `name` names: a path, or the stem of a file in `directory`.
+def load_machine(name: str) -> Machine:
+    """Read the hardware file that `name` names: a path, or the stem of a file.
+
+    A stem is that of a file in `conf/hardware` of the current directory, or else of this project.
 
     Args:
         name: path of a YAML file, or a name such as `h100`.
-        directory: directory of the files; None means `conf/hardware` of the current directory, or
-            else of this project.
 
     Raises:
         ConfigError: there is no such file, or a value in it is wrong.
     """
-    directories = [HARDWARE_DIR, _PROJECT_FILES] if directory is None else [directory]
+    directories = [HARDWARE_DIR, _PROJECT_FILES]
     file = f"{name.lower()}.yaml"
     for candidate in (Path(name), *(each / file for each in directories)):
         if candidate.is_file():

@@ -78,7 +78,6 @@ def build_tokenizer(
     corpora: Path | Sequence[Path],
     directory: Path,
     *,
-    cache_directory: Path | None = None,
     skip_bad_lines: bool = False,
     document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, Any]:
@@ -86,8 +85,8 @@ def build_tokenizer(
 
     Returns vocab_size, eod_id, eod_token, special_tokens.
 
-    Training uses the corpus directories `corpora` in order. Downloads are cached in
-    `cache_directory` (default: `.huggingface` next to `directory`). Raises DataFormatError for
+    Training uses the corpus directories `corpora` in order. Downloads are cached in `.huggingface`
+    next to `directory`. Raises DataFormatError for
     files that are missing or malformed, DownloadError if the hub cannot be reached, WorkspaceError.
     """
     folders = [corpora] if isinstance(corpora, Path) else corpora
@@ -107,7 +106,7 @@ def build_tokenizer(
             for folder in folders:
                 read_sources(folder)  # a file may have changed while it was read
         case _:
-            tokenizer = open_tokenizer(choice, cache_directory or directory.parent / ".huggingface")
+            tokenizer = open_tokenizer(choice, directory.parent / ".huggingface")
     roles = _GPT2_ROLES if isinstance(choice, TrainBpeTokenizer | Gpt2BpeTokenizer) else {}
     tokenizer.save(directory, {**roles, **role_names(tokenizer)})
     return {

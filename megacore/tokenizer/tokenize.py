@@ -367,7 +367,6 @@ def tokenize_shard(
     options: TokenizeOptions,
     *,
     workers: int | None = None,
-    progress: Progress | None = None,
     document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, int]:
     """Write one shard of a corpus into the empty `directory`, without permuting its documents.
@@ -384,7 +383,6 @@ def tokenize_shard(
         prefix,
         options,
         workers=workers,
-        progress=progress,
         document_bytes=document_bytes,
     )
     record_documents(directory, files, tokenizer, tokenizer_directory, options)

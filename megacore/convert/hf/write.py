@@ -60,7 +60,6 @@ def write_model(
     *,
     dtype: Dtype = "float32",
     table: KeyMap | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write weights and configuration, with one tensor in memory at a time.
 
@@ -70,7 +69,6 @@ def write_model(
         tensors: weights under our names.
         dtype: type of the written weights.
         table: table of the weights; None means that of the spec's class.
-        max_shard_size: maximum bytes of tensors per file.
 
     Raises:
         ConversionError: if no class of transformers has this configuration, or `tensors` are of
@@ -85,7 +83,6 @@ def write_model(
         table.their_shapes,
         table.forward(tensors),
         dtype=dtype,
-        max_shard_size=max_shard_size,
     )
     write_json(directory / CONFIG_NAME, model_config(spec, dtype))
     generation = generation_config(spec)

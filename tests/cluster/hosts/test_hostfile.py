@@ -85,9 +85,11 @@ def test_binary_hostfile_is_refused(tmp_path: Path) -> None:
 
 
 def test_nproc_per_node_must_equal_the_slots(tmp_path: Path) -> None:
-    assert read_hostfile(write(tmp_path, "a slots=2\nb slots=2\n"), 2) == {"a": 2, "b": 2}
+    path = write(tmp_path, "a slots=2\nb slots=2\n")
+    assert hosts_of(LaunchConfig(hostfile=str(path), nproc_per_node=2)) == {"a": 2, "b": 2}
+    path = write(tmp_path, "a slots=4\nb slots=2\n")
     with pytest.raises(ConfigError, match=r"launch\.nproc_per_node is 4 and b has 2 slots"):
-        read_hostfile(write(tmp_path, "a slots=4\nb slots=2\n"), 4)
+        hosts_of(LaunchConfig(hostfile=str(path), nproc_per_node=4))
 
 
 def test_names_of_this_host_are_recognized() -> None:
