@@ -38,24 +38,18 @@ class IndexedDatasetWriter:
     """A context manager that writes a pair of token files.
 
     Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. After an exception
-    no file is left and an older pair is unchanged. Raises DataFormatError for a token outside the
-    vocabulary or a sequence too long for the format, WorkspaceError if writing fails.
+    no file is left and an older pair is unchanged. Raises DataFormatError for a token that `dtype`
+    cannot hold or a sequence too long for the format, WorkspaceError if writing fails.
     """
 
-    def __init__(
-        self, prefix: str | Path, dtype: npt.DTypeLike, *, vocab_size: int | None = None
-    ) -> None:
-        """Create the files of `prefix` for tokens of `dtype`, one of DTYPES.
-
-        Tokens must be below `vocab_size` (None: no limit).
-        """
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        """Create the files of `prefix` for tokens of `dtype`, one of DTYPES."""
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokens = 0
         self.empty_documents = 0
         self.sha256: dict[str, str] = {}
         """Hex digests by suffix (`.bin`, `.idx`), set when the files are complete."""
-        self._limit = vocab_size
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
@@ -152,12 +146,10 @@ class IndexedDatasetWriter:
         lengths: npt.NDArray[np.integer[Any]],
         sequences: npt.NDArray[np.integer[Any]],
     ) -> None:
-        limit = self._limit
-        if limit is None:
-            if ids.dtype == self.dtype or self.dtype.kind == "f":
-                return
-            limit = np.iinfo(self.dtype).max + 1
-        low = -1 if self._limit is None and self.dtype.kind == "i" else 0
+        if ids.dtype == self.dtype or self.dtype.kind == "f":
+            return
+        limit = np.iinfo(self.dtype).max + 1
+        low = -1 if self.dtype.kind == "i" else 0
         if not ids.size or (
             int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= low)
         ):
