@@ -501,7 +501,7 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
             for field_name, field in section.model_fields.items()
         }
     )
-    return _hint_of_other_section(name, schema) or nearest(name, known)
+    return _hint_of_sections(name, schema) or nearest(name, known)
 
 
 def _location(item: Any, schema: type[BaseModel]) -> Location:
@@ -587,9 +587,17 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
 
 
-def _hint_of_other_section(name: str, schema: type[BaseModel]) -> str:
-    """Return a hint if another section has a field `name`."""
-    for section, field in schema.model_fields.items():
-        if any(name in model.model_fields for model in _models_in(field.annotation)):
-            return f" (did you mean {section}.{name}?)"
-    return ""
+def _hint_of_sections(name: str, schema: type[BaseModel]) -> str:
+    """Return a hint if a section has a field `name`, or one of the same words in another order."""
+    fields = [
+        (section, key)
+        for section, field in schema.model_fields.items()
+        for model in _models_in(field.annotation)
+        for key in model.model_fields
+    ]
+    words = sorted(name.split("_"))
+    same = [(section, key) for section, key in fields if sorted(key.split("_")) == words]
+    if not same:
+        return ""
+    section, key = min(same, key=lambda field: field[1] != name)
+    return f" (did you mean {section}.{key}?)"

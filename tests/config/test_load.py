@@ -209,6 +209,9 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             "parallel.pipeline_partition is [1, 'b']: give balanced, uniform or a",
         ),
         ({"parallel.tensor_parallel": 2}, "(did you mean tensor_model_parallel_size?)"),
+        ({"train.clip_grad": 1}, "unknown key train.clip_grad (did you mean optim.clip_grad?)"),
+        ({"train.grad_clip": 1}, "unknown key train.grad_clip (did you mean optim.clip_grad?)"),
+        ({"optim.grad_clip": 1}, "unknown key optim.grad_clip (did you mean optim.clip_grad?)"),
         (
             {"train.rampup_batch_size": {"start": 2}},
             "train.rampup_batch_size.increment is missing: give it a value",
