@@ -8,7 +8,7 @@ from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores

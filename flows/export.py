@@ -9,7 +9,7 @@ from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.zeroshot.harness import check_tasks
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
 from tasks.convert import convert
 from tasks.lm_eval import lm_eval_stages, lm_eval_summary

@@ -12,7 +12,7 @@ from prefect.states import State
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
 from tasks._form import FINE_TUNING, on_page, with_form
-from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.find_batch_size import check_find_batch_size, find_batch_sizes
 from tasks.finetune import finetune as train
 from tasks.finetune_data import dataset, examples, pretrained

@@ -7,7 +7,7 @@ from prefect import flow
 from megacore.artifact import Artifact
 from megacore.config.curate import compares_sources
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_stage, contamination_summary, searched
 from tasks.curate import curate
 from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_punkt

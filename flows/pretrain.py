@@ -8,7 +8,7 @@ from prefect.states import State
 from flows.export import publication_stages
 from flows.prepare_data import data_stages
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.index import report_epochs
 from tasks.preflight import dry_run_report, load_checked_config
 from tasks.train import train

@@ -33,7 +33,7 @@ RANK_ENTRY = "megacore.ranks.pretrain"
 """Main module of a rank that trains."""
 HOPS = (
     "flows.pretrain:pretrain",
-    "tasks._pipeline:stage",
+    "tasks._stage_runner:stage",
     "tasks.train:train",
     "megacore.ranks.stages:train",
     "megacore.cluster.start:start_ranks",

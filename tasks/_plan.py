@@ -16,7 +16,7 @@ from megacore.errors import MegacoreError
 from megacore.redact import redact_values
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
-from tasks._pipeline import store_config
+from tasks._stage_runner import store_config
 
 
 class PlannedStage(NamedTuple):

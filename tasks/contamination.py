@@ -18,7 +18,7 @@ from megacore.artifact.files import read_object, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, build, stage_task
-from tasks._pipeline import StageRunner
+from tasks._stage_runner import StageRunner
 from tasks.index import index_options, mixture
 from tasks.lm_eval import task_digests
 from tasks.zeroshot import text_digests

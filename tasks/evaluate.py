@@ -39,7 +39,7 @@ from tasks._devices import devices
 from tasks._launch import LogTail
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
 from tasks._perplexity import PerplexityTable
-from tasks._pipeline import DELETED, StageRunner
+from tasks._stage_runner import DELETED, StageRunner
 from tasks.index import split_data, split_datasets, split_digests
 from tasks.train import make_job
 

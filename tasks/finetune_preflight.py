@@ -22,8 +22,8 @@ from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT
 from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
-from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
+from tasks._stage_runner import numbered
 from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
 from tasks.finetune import finetune_key, run_directory
 from tasks.finetune_data import dataset_key, examples_key, pretrained_key

@@ -16,7 +16,7 @@ from megacore.ranks.stages import log_name, run_job
 from megacore.zeroshot.harness import harness_version, metrics_of, task_files
 from tasks._cache import StageResult, build, stage_task
 from tasks._devices import devices
-from tasks._pipeline import StageRunner
+from tasks._stage_runner import StageRunner
 from tasks.convert import convert
 from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
 from tasks.zeroshot import ScoredRun, log_to_run, published

@@ -30,9 +30,9 @@ from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from megacore.ranks.evaluate import UNIGRAM
 from megacore.zeroshot.harness import check_tasks
-from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
+from tasks._stage_runner import numbered
 from tasks._tokens import tokenize_key
 from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key

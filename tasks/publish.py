@@ -17,9 +17,9 @@ from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_losses_by_position, log_perplexities, log_scores
 from tasks._mlflow import STORE_ERRORS, Tracking
-from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
+from tasks._stage_runner import numbered
 from tasks.contamination import REPORT as CONTAMINATION
 from tasks.contamination import contamination_metrics, contamination_rows, withheld
 from tasks.contamination import warnings as contamination_warnings

@@ -17,10 +17,10 @@ from megacore.config.train import HubConfig
 from megacore.corpus.hub import broken_connections, first_sentence
 from megacore.errors import ConfigError, HubError
 from tasks._cache import StageResult, build, stage_task
-from tasks._pipeline import StageRunner
 from tasks._plan import PlannedStage
 from tasks._publication import RECEIPT, read_receipt, tracking_of
 from tasks._run_page import show_pushed
+from tasks._stage_runner import StageRunner
 
 VERSION = 1
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")

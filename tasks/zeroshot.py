@@ -27,7 +27,7 @@ from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run, recorded_run_id
-from tasks._pipeline import StageRunner
+from tasks._stage_runner import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
 from tasks.train import run_facts
 

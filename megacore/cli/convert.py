@@ -130,7 +130,7 @@ def export(
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
-    from megacore.convert.exported import export_core, export_hf, export_megatron, open_source
+    from megacore.convert.ungated_export import export_core, export_hf, export_megatron, open_source
 
     check_output(output)
     source = open_source(checkpoint, tokenizer)

@@ -92,10 +92,10 @@ def start_ranks(
             tuple(hosts),
             _STOP_MARGIN,
         )
-    return _start_alone(launch, module, job, job_file, env or {})
+    return _start_locally(launch, module, job, job_file, env or {})
 
 
-def _start_alone(
+def _start_locally(
     launch: LaunchConfig,
     module: str,
     job: RankJob,
@@ -189,7 +189,7 @@ def dry_run_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: 
         return [shlex.join(command), *text.splitlines()]
     hosts = job.hosts or hosts_of(launch)
     if is_only_here(hosts):
-        start = _start_alone(launch, module, job, job_file, {}, shown=True)
+        start = _start_locally(launch, module, job, job_file, {}, shown=True)
         gpus = {name: value for name, value in start.env.items() if name == "CUDA_VISIBLE_DEVICES"}
         return [f"{next(iter(hosts), 'this machine')}: {_line(gpus, start.command)}"]
     check_ssh(hosts)

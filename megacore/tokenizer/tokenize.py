@@ -29,9 +29,9 @@ from megacore.token_files.indexed_dataset import (
     token_dtype,
 )
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter, permute
+from megacore.tokenizer.encode import BlockEncoder, EncodedBlock, encode_blocks
 from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_sample
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
-from megacore.tokenizer.pipeline import BlockEncoder, EncodedBlock, encode_blocks
 from megacore.tokenizer.records import (
     DOCUMENTS_NAME,
     FileRecord,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megacore.convert import load_model, open_export
-from megacore.convert.exported import export_hf, open_source
 from megacore.convert.hf.config import WITHOUT_EFFECT, WITHOUT_EFFECT_IN, HfConfig
 from megacore.convert.hf.forms import FORMS, model_config, read_spec
 from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
+from megacore.convert.ungated_export import export_hf, open_source
 from megacore.errors import ConversionError
 from tests.convert._models import MODELS, samples, their_model, tiny_spec
 

@@ -10,13 +10,13 @@ import torch
 
 from megacore.checkpoint.spec import read_spec
 from megacore.convert import load_model, open_export
-from megacore.convert.exported import export_hf, open_source
 from megacore.convert.hf.directory import HfTensors
 from megacore.convert.hf.forms import FORMS
 from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
+from megacore.convert.ungated_export import export_hf, open_source
 from megacore.errors import (
     CheckpointError,
     ConfigError,

@@ -130,14 +130,14 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
     from flows.pretrain import pretrain
     from megacore.ranks import stages
-    from tasks import _pipeline
+    from tasks import _stage_runner
     from tests.flows import _warm_ranks
 
     def run(**overrides: Any) -> FlowRun:
         result = FlowRun()
-        report = _pipeline.StageRunner._report
+        report = _stage_runner.StageRunner._report
 
-        def remember(pipeline: _pipeline.StageRunner) -> None:
+        def remember(pipeline: _stage_runner.StageRunner) -> None:
             result.outcomes = {row.stage: row.outcome for row in pipeline.rows}
             report(pipeline)
 
@@ -145,7 +145,7 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
             result.flow_run_id = str(flow_run.id)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_pipeline.StageRunner, "_report", remember)
+            patch.setattr(_stage_runner.StageRunner, "_report", remember)
             patch.setattr(pretrain, "on_failure_hooks", [remember_run])
             patch.setattr(stages, "supervise", _warm_ranks.supervise)
             try:

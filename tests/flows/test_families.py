@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megacore.artifact import Workspace
-from tasks import _pipeline
+from tasks import _stage_runner
 
 SHORT = {
     "data.source.pattern": "[ab]*.py",
@@ -63,14 +63,14 @@ def trained(
     from flows.pretrain import pretrain
 
     rows: dict[str, str] = {}
-    report = _pipeline.StageRunner._report
+    report = _stage_runner.StageRunner._report
 
-    def remember(pipeline: _pipeline.StageRunner) -> None:
+    def remember(pipeline: _stage_runner.StageRunner) -> None:
         rows.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pipeline.StageRunner, "_report", remember)
+        patch.setattr(_stage_runner.StageRunner, "_report", remember)
         pretrain(request.param, SHORT)
     runs = Workspace(separate_workspace).folder("train")
     (directory,) = [

@@ -46,16 +46,16 @@ def test_distributions_are_compared_and_cached(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from flows.finetune import finetune
-    from tasks import _pipeline
+    from tasks import _stage_runner
 
-    pipelines: list[_pipeline.StageRunner[Any]] = []
-    report = _pipeline.StageRunner._report
+    pipelines: list[_stage_runner.StageRunner[Any]] = []
+    report = _stage_runner.StageRunner._report
 
-    def remember(pipeline: _pipeline.StageRunner[Any]) -> None:
+    def remember(pipeline: _stage_runner.StageRunner[Any]) -> None:
         pipelines.append(pipeline)
         report(pipeline)
 
-    monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
+    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
     conf = write_conf(tmp_path)
     for _ in range(2):
         finetune(str(conf), find_batch_size=True)

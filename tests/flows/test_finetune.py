@@ -40,9 +40,9 @@ class Place:
     def finetune(self, **overrides: Any) -> None:
         """Run the flow and record the outcome of each stage."""
         from flows.finetune import finetune
-        from tasks import _pipeline
+        from tasks import _stage_runner
 
-        report = _pipeline.StageRunner._report
+        report = _stage_runner.StageRunner._report
 
         def remember(pipeline: Any) -> None:
             self.outcomes = {row.stage: row.outcome for row in pipeline.rows}
@@ -50,7 +50,7 @@ class Place:
             report(pipeline)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_pipeline.StageRunner, "_report", remember)
+            patch.setattr(_stage_runner.StageRunner, "_report", remember)
             finetune(
                 str(self.conf), {key.replace("__", "."): value for key, value in overrides.items()}
             )

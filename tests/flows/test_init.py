@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megacore.artifact import Workspace
 from megacore.cli import app
 from megacore.config import load_config
-from tasks import _pipeline
+from tasks import _stage_runner
 
 WORDS = """
 old young quiet clever tired honest hungry curious cheerful careful proud lonely generous stubborn
@@ -66,13 +66,13 @@ def test_a_text_file_becomes_a_registered_model(
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     outcomes: dict[str, str] = {}
-    report = _pipeline.StageRunner._report
+    report = _stage_runner.StageRunner._report
 
-    def remember(pipeline: _pipeline.StageRunner) -> None:
+    def remember(pipeline: _stage_runner.StageRunner) -> None:
         outcomes.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
-    monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
+    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
     monkeypatch.chdir(tmp_path)
     Path("Village.txt").write_text(story(80_000), encoding="utf-8")
 

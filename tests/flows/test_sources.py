@@ -24,7 +24,7 @@ from megacore.inspect.provenance import find_origins, read_document
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from megacore.tokenizer import tokenize as shards
-from tasks import _pipeline
+from tasks import _stage_runner
 from tasks.curate import curation_metrics
 from tests.flows import _warm_ranks
 from tests.flows.conftest import tiny_config
@@ -51,14 +51,14 @@ def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
     """Return the outcome of each stage of the last run."""
     outcomes: Rows = {}
-    report = _pipeline.StageRunner._report
+    report = _stage_runner.StageRunner._report
 
-    def remember(pipeline: _pipeline.StageRunner) -> None:
+    def remember(pipeline: _stage_runner.StageRunner) -> None:
         outcomes.clear()
         outcomes.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
-    monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
+    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
     return outcomes
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megacore.artifact import Workspace, open_artifact
 from megacore.zeroshot.harness import metrics_of
-from tasks import _pipeline
+from tasks import _stage_runner
 from tests.flows.conftest import Bench
 from tests.zeroshot import _texts
 from tests.zeroshot.test_harness import write_task
@@ -48,7 +48,7 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
 
     summaries: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pipeline, "Markdown", summaries.append)
+        patch.setattr(_stage_runner, "Markdown", summaries.append)
         run = bench.pretrain(**values(texts))
     assert run.error is None
     assert [run.outcomes[stage] for stage in STAGES] == ["ran", "ran"]
@@ -106,14 +106,14 @@ def test_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
     from flows.evaluate import evaluate
 
     stages: list[list[str]] = []
-    report = _pipeline.StageRunner._report
+    report = _stage_runner.StageRunner._report
     with pytest.MonkeyPatch.context() as patch:
 
-        def remember(pipeline: _pipeline.StageRunner) -> None:
+        def remember(pipeline: _stage_runner.StageRunner) -> None:
             stages.append([f"{row.stage} {row.outcome}" for row in pipeline.rows[-3:]])
             report(pipeline)
 
-        patch.setattr(_pipeline.StageRunner, "_report", remember)
+        patch.setattr(_stage_runner.StageRunner, "_report", remember)
         overrides = {key.replace("__", "."): value for key, value in values(texts).items()}
         evaluate(str(bench.conf), overrides)
     assert stages == [["evaluate cached", *(f"{stage} cached" for stage in STAGES)]]

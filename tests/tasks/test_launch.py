@@ -9,7 +9,7 @@ import pytest
 
 from tasks import _launch
 from tasks._launch import LogTail
-from tasks._pipeline import StageRow, summarize
+from tasks._stage_runner import StageRow, summarize
 
 
 def test_log_tail_emits_complete_lines_once(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megacore.errors import (
     TransientFileError,
     WorkspaceError,
 )
-from tasks import _logging, _pipeline, _retry
+from tasks import _logging, _retry, _stage_runner
 from tasks._attempt import exit_reason
 from tasks._logging import CountedRetries, SentenceFilter
 from tasks._retry import FAILURES_FILE, Failures, counted_failures, pretraining_may_retry
@@ -270,7 +270,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Return the rows of the flow's table, as they are added."""
     reported: list[dict[str, str]] = []
     monkeypatch.setattr(
-        _pipeline, "create_table_artifact", lambda table, **values: reported.extend(table)
+        _stage_runner, "create_table_artifact", lambda table, **values: reported.extend(table)
     )
     return reported
 
@@ -278,7 +278,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: FakeRun) -> None:
     error = TrainingStoppedError("training stopped at iteration 40 of 100")
     task: Any = FakeTask(error, retries=CountedRetries(0))
-    with _pipeline.StageRunner(run.config) as pipeline:
+    with _stage_runner.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
     assert [row["outcome"] for row in rows] == ["stopped"]
     assert task.options["retries"] == run.config.launch.retries
@@ -292,7 +292,7 @@ def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: Fa
 
 def test_failure_remains_a_failure(rows: list[dict[str, str]], run: FakeRun) -> None:
     task: Any = FakeTask(LOST)
-    with pytest.raises(RankLostError), _pipeline.StageRunner(run.config) as pipeline:
+    with pytest.raises(RankLostError), _stage_runner.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
     assert [row["outcome"] for row in rows] == ["failed"]
     assert task.options["retries"] == run.config.launch.retries
@@ -310,8 +310,8 @@ def test_resume_command_is_quoted_and_has_no_secret(
         },
     }
     context = SimpleNamespace(flow=SimpleNamespace(name="pretrain"), parameters=parameters)
-    monkeypatch.setattr(_pipeline, "FlowRunContext", SimpleNamespace(get=lambda: context))
-    command = _pipeline.resume_command()
+    monkeypatch.setattr(_stage_runner, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    command = _stage_runner.resume_command()
     assert command == (
         "python -m flows.pretrain --conf 'my conf.yaml' -o train.train_iters=50 -o "
         '\'data.source.files=[{"url": "https://***@host/a.jsonl"}]\''
@@ -380,8 +380,8 @@ def test_a_failing_disk_ends_a_flow_in_one_sentence(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise OSError(errno.ESTALE, "Stale file handle", "run.json")
 
-    monkeypatch.setattr(_pipeline, "get_run_logger", lambda: logging.getLogger("x"))
-    monkeypatch.setattr(_pipeline, "_send_logs", lambda: None)
-    state = _pipeline.sentence_state(fail)()
+    monkeypatch.setattr(_stage_runner, "get_run_logger", lambda: logging.getLogger("x"))
+    monkeypatch.setattr(_stage_runner, "_send_logs", lambda: None)
+    state = _stage_runner.sentence_state(fail)()
     assert state is not None
     assert str(state.message).startswith("TransientFileError: cannot read or write run.json (Stale")

@@ -9,7 +9,7 @@ import pytest
 from megacore.artifact import Workspace
 from megacore.config.data import HttpSource
 from megacore.errors import ConfigError, LaunchError
-from tasks import _cli, _pipeline
+from tasks import _cli, _stage_runner
 from tasks._cli import _refuse_secrets
 from tasks._mlflow import RunFacts, Tracking, ensure_run
 from tasks._publication import mlflow_places
@@ -51,9 +51,9 @@ def test_mlflow_contains_no_secret(
 def test_prefect_artifacts_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(
-        _pipeline, "create_markdown_artifact", lambda text, **values: shown.append(text)
+        _stage_runner, "create_markdown_artifact", lambda text, **values: shown.append(text)
     )
-    _pipeline.StageRunner.start(config_with_secrets())
+    _stage_runner.StageRunner.start(config_with_secrets())
     assert "***@host/a.jsonl" in shown[0]
     assert CANARY not in shown[0]
 

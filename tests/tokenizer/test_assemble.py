@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
+from megacore.tokenizer.encode import assemble
 from megacore.tokenizer.load import Encoded
-from megacore.tokenizer.pipeline import assemble
 
 Document = list[list[int]]
 

@@ -16,7 +16,7 @@ from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, FileAccessError, WorkspaceError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import load_tokenizer, tokenize
-from megacore.tokenizer.pipeline import encode_blocks
+from megacore.tokenizer.encode import encode_blocks
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus, tokens_prefix
 from tests.corpus._files import collect_changing_file
 from tests.data._files import write_tokens

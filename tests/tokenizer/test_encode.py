@@ -6,7 +6,7 @@ from threading import Barrier
 
 import pytest
 
-from megacore.tokenizer.pipeline import _one_thread_per_call
+from megacore.tokenizer.encode import _one_thread_per_call
 
 NAME = "TOKENIZERS_PARALLELISM"
 
