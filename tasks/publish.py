@@ -3,8 +3,9 @@
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import get_run_logger
 
@@ -15,7 +16,12 @@ from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
-from tasks._checkpoint_models import log_losses_by_position, log_perplexities, log_scores
+from tasks._checkpoint_models import (
+    Datasets,
+    log_losses_by_position,
+    log_perplexities,
+    log_scores,
+)
 from tasks._mlflow import STORE_ERRORS, Tracking
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
@@ -36,6 +42,9 @@ from tasks.index import epochs_summary, split_datasets
 from tasks.lm_eval import scores_of
 from tasks.train import run_facts
 from tasks.zeroshot import metrics_of, published, read_scores, shown_scores
+
+if TYPE_CHECKING:
+    from tasks._report import ReportFacts
 
 VERSION = 2
 METRICS = (
@@ -87,6 +96,21 @@ def publication_problem(config: RunConfig, *inputs: Any, **named: Any) -> str | 
     return receipt_problem(config, publish_key(config, *inputs, **named))
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """Artifacts of a publication."""
+
+    trained: Artifact
+    evaluation: Artifact
+    export: Artifact
+    tokens: Artifact
+    tokenizer: Artifact
+    index: Artifact
+    scored: tuple[Artifact, ...]
+    """Scores of the stages zeroshot and lm-eval, by iteration."""
+    contamination: Artifact | None
+
+
 @stage_task("publish", publish_key, check=publication_problem)
 def publish(
     config: RunConfig,
@@ -112,7 +136,7 @@ def publish(
         trained.directory,
         lambda: run_facts(config, trained.directory.name, tokens, index),
         lambda tracking, run_id: _send(
-            config, tracking, run_id, trained, evaluation, export, *data
+            config, tracking, run_id, _Inputs(trained, evaluation, export, *data)
         ),
     )
     tracking, datasets = tracking_of(config), split_datasets(config, tokens, index)
@@ -123,68 +147,25 @@ def publish(
     return result
 
 
-def _send(
-    config: RunConfig,
-    tracking: Tracking,
-    run_id: str,
-    trained: Artifact,
-    evaluation: Artifact,
-    export: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
-    scored: tuple[Artifact, ...],
-    contamination: Artifact | None,
-) -> dict[str, str]:
+def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -> dict[str, str]:
+    """Write the report, send what MLflow lacks, and register the model; return the receipt."""
     from tasks._plots import plot_run
-    from tasks._report import ReportFacts, write_report
+    from tasks._report import write_report
 
+    trained, evaluation, export = inputs.trained, inputs.evaluation, inputs.export
+    tokens, contamination = inputs.tokens, inputs.contamination
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
     pictures = [
         *plot_run(trained.directory / "events.jsonl", scratch, config.name),
         *_length_pictures(tokens, scratch),
     ]
-    report = read_evaluation(evaluation)
-    counts = evaluation.counts
-    hidden = withheld(config, contamination)
-    searches = () if contamination is None else (contamination,)
-    facts = ReportFacts(
-        config=config,
-        evaluation=report,
-        exported=counts["iteration"],
-        sample=read_sample(export),
-        artifacts=(tokenizer, tokens, index, *searches, trained, evaluation, export, *scored),
-        lm_eval={
-            each.counts["iteration"]: scores_of(each, hidden)
-            for each in scored
-            if each.stage == "lm-eval"
-        },
-        mlflow_run=run_id,
-        zero_shot={
-            each.counts["checkpoint"]: shown_scores(each, hidden)
-            for each in scored
-            if each.stage == "zeroshot"
-        },
-        contamination=contamination_rows(config, contamination),
-        contamination_warnings=contamination_warnings(config, contamination),
-    )
+    facts = _report_facts(config, run_id, inputs)
     page = write_report(scratch / REPORT, trained.directory, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
-    with tracking.errors("take the evaluation"):
-        tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
-    if contamination is not None:
-        _send_contamination(config, tracking, run_id, scored, contamination)
-    datasets = split_datasets(config, tokens, index)
-    now = round(1000 * time.time())
-    log_perplexities(
-        tracking,
-        run_id,
-        perplexities_of(report["checkpoints"]),
-        datasets=datasets,
-        timestamp_ms=now,
-    )
-    log_losses_by_position(tracking, run_id, report["checkpoints"], timestamp_ms=now)
+    datasets = split_datasets(config, tokens, inputs.index)
+    _log_evaluation(config, tracking, run_id, inputs, datasets)
+    counts = evaluation.counts
     return publish_model(
         tracking,
         run_id,
@@ -205,12 +186,59 @@ def _send(
         },
         datasets=datasets,
         measurement=Measurement.of(
-            "test_ppl", counts["test_ppl"], measured_data(config, tokens, tokenizer)
+            "test_ppl", counts["test_ppl"], measured_data(config, tokens, inputs.tokenizer)
         ),
         force_alias=config.tracking.force_alias,
         pictures=pictures,
         report=page,
     )
+
+
+def _report_facts(config: RunConfig, run_id: str, inputs: _Inputs) -> "ReportFacts":
+    """Return what the report shows besides the run's history."""
+    from tasks._report import ReportFacts
+
+    contamination, scored = inputs.contamination, inputs.scored
+    hidden = withheld(config, contamination)
+    searches = () if contamination is None else (contamination,)
+    data = (inputs.tokenizer, inputs.tokens, inputs.index)
+    outputs = (inputs.trained, inputs.evaluation, inputs.export)
+    return ReportFacts(
+        config=config,
+        evaluation=read_evaluation(inputs.evaluation),
+        exported=inputs.evaluation.counts["iteration"],
+        sample=read_sample(inputs.export),
+        artifacts=(*data, *searches, *outputs, *scored),
+        lm_eval={
+            each.counts["iteration"]: scores_of(each, hidden)
+            for each in scored
+            if each.stage == "lm-eval"
+        },
+        mlflow_run=run_id,
+        zero_shot={
+            each.counts["checkpoint"]: shown_scores(each, hidden)
+            for each in scored
+            if each.stage == "zeroshot"
+        },
+        contamination=contamination_rows(config, contamination),
+        contamination_warnings=contamination_warnings(config, contamination),
+    )
+
+
+def _log_evaluation(
+    config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs, datasets: Datasets
+) -> None:
+    """Log the evaluation of the checkpoints, and the contamination if there is one."""
+    evaluation = inputs.evaluation
+    with tracking.errors("take the evaluation"):
+        tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
+    if inputs.contamination is not None:
+        _send_contamination(config, tracking, run_id, inputs.scored, inputs.contamination)
+    checkpoints, now = read_evaluation(evaluation)["checkpoints"], round(1000 * time.time())
+    log_perplexities(
+        tracking, run_id, perplexities_of(checkpoints), datasets=datasets, timestamp_ms=now
+    )
+    log_losses_by_position(tracking, run_id, checkpoints, timestamp_ms=now)
 
 
 def _send_contamination(
