@@ -33,8 +33,6 @@ __all__ = [
     "load_checkpoint",
     "names_of_all",
     "read_state",
-    "read_tensors",
-    "tensor_shapes",
 ]
 
 _SHOWN = 4
@@ -205,46 +203,6 @@ def names_of_all(tensors: Iterable[str]) -> frozenset[str]:
     return frozenset(
         name for names in RankGroup(None).everywhere(lambda: local_names) for name in names
     )
-
-
-def read_tensors(
-    path: Path,
-    names: Iterable[str] | None = None,
-    *,
-    prefix: str = "",
-    dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """Read complete tensors to the CPU: those in `names`, or all that start with `prefix`.
-
-    `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a
-    name that is not in the checkpoint.
-    """
-    with reading(path):
-        reader = CheckpointReader(path)
-        entries = reader.tensors
-        chosen = (
-            [name for name in entries if name.startswith(prefix)] if names is None else list(names)
-        )
-        missing = [name for name in chosen if name not in entries]
-        if missing or not chosen:
-            missing_names = _listed(missing) if missing else f"any name that starts with {prefix!r}"
-            raise CheckpointError(
-                f"{path} has no tensor {missing_names}: it has {_listed(list(entries))}"
-            )
-        tensors = {name: _empty(entries[name], dtype) for name in chosen}
-        reader.fill(tensors)
-        return tensors
-
-
-def _empty(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor:
-    """Return memory for a saved tensor; `dtype`, if given, replaces a floating-point type."""
-    saved = entry.properties.dtype
-    return torch.empty(entry.size, dtype=dtype if dtype and saved.is_floating_point else saved)
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every tensor in a checkpoint, by name. Raises CheckpointError."""
-    return {name: tuple(entry.size) for name, entry in CheckpointReader(path).tensors.items()}
 
 
 def _check_names(path: Path, saved: Collection[str], expected: Collection[str]) -> None:

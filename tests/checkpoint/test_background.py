@@ -30,12 +30,12 @@ from megacore.checkpoint.format import (
     read_state,
     read_tracker,
 )
-from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import CheckpointWriter
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import DistributedError, run_distributed
 from tests.checkpoint._examples import assert_equal, example
+from tests.checkpoint._read import read_tensors
 
 
 def test_buffers_are_reused_until_shapes_change() -> None:

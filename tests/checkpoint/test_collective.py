@@ -22,11 +22,11 @@ from megacore.checkpoint.collective import (
     verify_together,
 )
 from megacore.checkpoint.format import FileRecord, Marker, latest_complete, verify
-from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, FileAccessError, LaunchError, TransientFileError
 from tests._dist import DistributedError, run_distributed
+from tests.checkpoint._read import read_tensors
 
 
 def test_collective_functions_on_one_rank_equal_the_serial_ones(tmp_path: Path) -> None:

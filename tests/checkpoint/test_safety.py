@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megacore.checkpoint.format import FileRecord, Marker, latest_complete
-from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.metadata import SavedSlice, read_metadata
 from megacore.checkpoint.save import save_checkpoint
 from megacore.errors import CheckpointError
+from tests.checkpoint._read import read_tensors
 
 
 class Payload:

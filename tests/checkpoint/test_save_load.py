@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
-from megacore.checkpoint.load import load_checkpoint, names_of_all, read_tensors, tensor_shapes
+from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.save import CheckpointWriter, save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import run_distributed
+from tests.checkpoint._read import read_tensors
 
 STATE = {"iteration": 7, "nested": {"loss_scale": 65536.0, "names": ["a", "b"], "none": None}}
 
@@ -169,27 +170,6 @@ def test_tensors_can_be_loaded_by_prefix(tmp_path: Path) -> None:
     assert_equal(target, expected)
 
 
-def test_read_tensors_selects_by_name_and_prefix_and_converts_floats(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, example(), STATE)
-    assert_equal(read_tensors(path), example())
-    assert set(read_tensors(path, prefix="optimizer.")) == {
-        "optimizer.exp_avg.weight",
-        "optimizer.step",
-    }
-    converted = read_tensors(path, ["model.half", "optimizer.step"], dtype=torch.float64)
-    assert converted["model.half"].dtype == torch.float64
-    assert converted["optimizer.step"].dtype == torch.int64
-    assert tensor_shapes(path)["model.weight"] == (6, 4)
-
-
-def test_read_tensors_refuses_unknown_names_and_prefixes(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, example(), STATE)
-    with pytest.raises(CheckpointError, match=r"has no tensor model\.nope: it has model\."):
-        read_tensors(path, ["model.nope"])
-    with pytest.raises(CheckpointError, match="any name that starts with 'nope'"):
-        read_tensors(path, prefix="nope")
-
-
 def test_state_may_contain_numbers_that_are_not_finite(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, {}, {"losses": [math.inf, -math.inf, math.nan]})
     losses = load_checkpoint(path, {})["losses"]
@@ -266,7 +246,7 @@ def run_two_rank_cases(root: str) -> dict[str, Any]:
         f"model.rank.{rank}": values + rank,
     }
     path = save_checkpoint(folder / "sharded", 3, sharded, STATE)
-    assert_equal(read_tensors(path, ["model.rows"]), {"model.rows": values})
+    assert_equal(read_tensors(path, "model.rows"), {"model.rows": values})
     swapped = {
         "model.rows": torch.zeros(8, 5),
         "model.pairs": torch.zeros(20, 2),

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.checkpoint.format import Marker
-from megacore.checkpoint.load import CheckpointReader, load_checkpoint, read_state, read_tensors
+from megacore.checkpoint.load import CheckpointReader, load_checkpoint, read_state
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard, rectangles
 from megacore.errors import CheckpointError
 from megacore.tensor_parallel.partition import Partition
 from tests._dist import run_distributed
 from tests.checkpoint import _layouts
+from tests.checkpoint._read import read_tensors
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

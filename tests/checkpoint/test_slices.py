@@ -9,10 +9,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megacore.checkpoint import save
 from megacore.checkpoint.format import Marker, verify
-from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError
+from tests.checkpoint._read import read_tensors
 
 
 @pytest.mark.parametrize("threads", [1, 3])

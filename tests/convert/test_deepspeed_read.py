@@ -8,13 +8,14 @@ import torch
 
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import verify
-from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.spec import read_spec
 from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.convert.imported import import_model, open_from_deepspeed
 from megacore.errors import CheckpointError, ConversionError
 from megacore.jobs.run import TrainJob
 from tests._dist import run_distributed
+from tests.checkpoint._read import read_tensors
 from tests.convert._deepspeed import (
     CASES,
     STEPS,

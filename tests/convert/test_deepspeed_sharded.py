@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.files import write_json
-from megacore.checkpoint.load import read_tensors
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed import files
 from megacore.convert.deepspeed.read import read_deepspeed
@@ -20,6 +19,7 @@ from megacore.models.build import build_bare
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.tensor_parallel import partitions
 from tests._dist import run_distributed
+from tests.checkpoint._read import read_tensors
 from tests.convert._deepspeed import LAYOUTS, needs_deepspeed, write_divided
 from tests.convert._megatron import ITERATION, megatron_spec, weights
 from tests.convert._megatron_deepspeed import REPLICAS, write_zero1

@@ -13,7 +13,6 @@ import yaml
 from megacore.artifact import Manifest, StageKey, build_artifact, open_artifact
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.checkpoint.format import latest_complete, read_state, verify
-from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import MODEL_KEY, read_spec
 from megacore.config.hostfile import read_hostfile
@@ -27,6 +26,7 @@ from megacore.observe.recorder import Recorder
 from megacore.observe.runs import runs
 from megacore.ranks.stages import next_attempt
 from tests._tiny import tiny_config
+from tests.checkpoint._read import read_tensors
 from tests.faults._mutations import Form, digest_of
 from tests.train import _runs
 

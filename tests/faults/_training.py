@@ -18,7 +18,6 @@ from megacore.checkpoint.format import (
     read_state,
     verify,
 )
-from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
 from megacore.convert.export import export
@@ -27,6 +26,7 @@ from megacore.jobs.run import ConvertJob, TrainJob
 from megacore.observe.events import EventReader
 from megacore.ranks import stages
 from megacore.ranks.pretrain import pretrain
+from tests.checkpoint._read import read_tensors
 from tests.convert._tiny import tiny_config, tiny_job
 from tests.faults import _data
 from tests.faults._cases import Kind

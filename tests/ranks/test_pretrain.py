@@ -121,8 +121,8 @@ def check_log(log: str, run_directory: Path, *, ranks: int) -> None:
 
 def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> None:
     """Compare the scores with the mean loss over every target of one epoch of each split."""
-    from megacore.checkpoint.load import read_tensors
     from megacore.data.gpt_dataset import GPTDataset
+    from tests.checkpoint._read import read_tensors
 
     model = build_model(_runs.config(), _runs.VOCAB_SIZE, ProcessMesh.serial()).eval()
     weights = read_tensors(run_directory / "checkpoints/iter_0000006", prefix="model.")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.load import tensor_shapes
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.data.samples import Batch, Indices
@@ -15,6 +14,7 @@ from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.loop import Datasets, Trainer
 from tests._dist import run_distributed, still_alive
+from tests.checkpoint._read import tensor_shapes
 from tests.parity import _training as parity
 from tests.train import _runs
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.artifact.workspace import CONFIG_KEY
-from megacore.checkpoint.load import read_state, read_tensors
+from megacore.checkpoint.load import read_state
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
 from megacore.errors import DataFormatError, MemoryExhaustedError, TrainingError
@@ -18,6 +18,7 @@ from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.loop import Trainer
 from tests._dist import run_distributed
+from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

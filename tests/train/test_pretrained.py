@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.load import read_state, read_tensors
+from megacore.checkpoint.load import read_state
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import read_spec
 from megacore.config.run import RunConfig
@@ -15,6 +15,7 @@ from megacore.errors import CheckpointError
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
 from tests._dist import run_distributed, still_alive
+from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker, read_state
-from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.state import PLANNED_KEY, planned_samples
+from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 

@@ -124,7 +124,7 @@ def losses(model: GPTModel, document: list[int]) -> Tensor:
 
 
 def test_scores_equal_those_of_separate_documents(job: EvaluateJob) -> None:
-    from megacore.checkpoint.load import read_tensors
+    from tests.checkpoint._read import read_tensors
 
     scorer = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu"))
     scores = scorer.score(Path(job.checkpoints[0]))

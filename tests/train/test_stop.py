@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megacore.artifact.workspace import STOP_FILE
 from megacore.checkpoint.format import read_tracker
-from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.models.base import LossTotals
@@ -22,6 +21,7 @@ from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.train.stop import StopRequest
 from tests._dist import run_distributed
+from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 
