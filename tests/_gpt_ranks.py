@@ -13,6 +13,7 @@ from megacore.models.inputs import ModelInput
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import partial_gradients, partitions
+from tests._loss import loss_of
 from tests._tiny import tiny_config
 
 VOCAB = 128
@@ -117,14 +118,14 @@ def gpt(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
     results = {}
     for name, values in VARIANTS.items():
         module = model(tp, **values)
-        loss = module.loss(tokens, tokens.roll(-1, 1))
+        loss = loss_of(module, tokens, tokens.roll(-1, 1))
         loss.mean().backward()
         results[name] = {
             "partitions": partitions(module),
             "partial": partial_gradients(module),
             "logits": module(tokens).detach(),
             "loss": loss.detach(),
-            "evaluated": module.eval().loss(tokens, tokens.roll(-1, 1)).detach(),
+            "evaluated": loss_of(module.eval(), tokens, tokens.roll(-1, 1)).detach(),
             "grads": grads(module),
         }
     return results
@@ -156,12 +157,12 @@ def sinks(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
             tp, sequence=True, num_query_groups=2, train={"recompute": recompute}
         ).float()
         for _ in range(2):
-            module.loss(tokens, tokens.roll(-1, 1)).mean().backward()
+            loss_of(module, tokens, tokens.roll(-1, 1)).mean().backward()
         expected = grads(module)
         for parameter in module.parameters():
             parameter.grad_sink = Sink(parameter)  # type: ignore[attr-defined]
         for _ in range(2):
-            module.loss(tokens, tokens.roll(-1, 1)).mean().backward()
+            loss_of(module, tokens, tokens.roll(-1, 1)).mean().backward()
         gradients = grads(module)
         results[recompute] = {
             "expected": expected,
@@ -224,7 +225,8 @@ def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
 def _two_in_flight(module: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
     """Do the same as `_pass` with both forward passes before the backward passes."""
     losses = [
-        module.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)
+        loss_of(module, tokens, tokens.roll(-1, 1), dropout_seed=SEED + number)
+        for number in range(2)
     ]
     results = {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)}
     for loss in losses:

@@ -79,13 +79,6 @@ class GPTModel(Model):
             hidden = hidden[:, -last:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, dropout_seed: int | None = None) -> Tensor:
-        """Return the whole model's loss of each label: ids [b, s] and [b, s] to fp32 [b, s]."""
-        assert self.has_embedding
-        losses = self.run(ModelInput(tokens, labels), dropout_seed=dropout_seed)
-        assert isinstance(losses, dict)
-        return losses[LM_LOSS].losses
-
     def run(
         self,
         inputs: ModelInput | None,

@@ -16,6 +16,7 @@ from megacore.errors import CheckpointError, ConversionError, DataFormatError, W
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import load_tokenizer
+from tests._loss import loss_of
 from tests.convert._tiny import VOCAB_SIZE, tiny_config
 from tests.convert.conftest import POSITIONS, Exported
 
@@ -76,7 +77,7 @@ def test_the_perplexity_equals_the_models_loss(original: Exported) -> None:
     losses = []
     with torch.inference_mode():
         for micro_batch in samples_of(original.job, "cpu").batches():
-            losses.append(original.model.loss(micro_batch.tokens, micro_batch.labels).flatten())
+            losses.append(loss_of(original.model, micro_batch.tokens, micro_batch.labels).flatten())
     total = torch.cat(losses)
     assert original.report.perplexity_split == "test"
     assert (

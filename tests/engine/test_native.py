@@ -27,6 +27,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper
+from tests._loss import loss_of
 from tests.train import _runs
 
 NORM = "encoder.final_layernorm.weight"
@@ -121,7 +122,7 @@ def test_loss_and_gradient_norm_equal_those_of_the_mean_loss() -> None:
     engine = build("fp32")
     loss, norm, applied = iterate(engine, lr=0.0)
     model = build_model(_runs.config(), _runs.VOCAB_SIZE, ProcessMesh.serial())
-    expected = model.loss(TOKENS.flatten(0, 1)[:, :-1], TOKENS.flatten(0, 1)[:, 1:]).mean()
+    expected = loss_of(model, TOKENS.flatten(0, 1)[:, :-1], TOKENS.flatten(0, 1)[:, 1:]).mean()
     expected.backward()
     total = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)

@@ -12,6 +12,7 @@ from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rng import micro_batch_seed
+from tests._loss import loss_of
 from tests._tensor_ranks import VOCAB, ids
 from tests._tiny import tiny_config
 
@@ -80,7 +81,7 @@ def _plain_logits(parameters: dict[str, Tensor], tokens: Tensor, layers: int, he
 
 def test_logits_losses_and_gradients_equal_plain_torch() -> None:
     model = _model()
-    grads = _grads(model, model.loss(TOKENS, LABELS).mean())
+    grads = _grads(model, loss_of(model, TOKENS, LABELS).mean())
     leaves = {
         name: parameter.detach().clone().requires_grad_()
         for name, parameter in model.named_parameters()
@@ -89,7 +90,7 @@ def test_logits_losses_and_gradients_equal_plain_torch() -> None:
     losses = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none").view(2, 16)
     losses.mean().backward()
     torch.testing.assert_close(model(TOKENS), logits)
-    torch.testing.assert_close(model.loss(TOKENS, LABELS), losses)
+    torch.testing.assert_close(loss_of(model, TOKENS, LABELS), losses)
     assert grads.keys() == leaves.keys()
     for name, leaf in leaves.items():
         torch.testing.assert_close(
@@ -146,7 +147,7 @@ def test_logits_and_gradients_equal_transformers() -> None:
     missing = theirs.load_state_dict(_to_transformers(model, heads=4), strict=True)
     assert not missing.missing_keys
     torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits)
-    grads = _grads(model, model.loss(TOKENS, LABELS).mean())
+    grads = _grads(model, loss_of(model, TOKENS, LABELS).mean())
     F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), LABELS.flatten()).backward()
     torch.testing.assert_close(
         grads["embedding.word_embeddings.weight"], theirs.transformer.wte.weight.grad
@@ -160,19 +161,23 @@ def test_dropout_follows_the_seed_and_stops_in_evaluation(kind: str) -> None:
     model = _model(**{kind: 0.4})
 
     def losses(first_sample: int) -> Tensor:
-        return model.loss(TOKENS, LABELS, dropout_seed=micro_batch_seed(1, first_sample)).detach()
+        return loss_of(
+            model, TOKENS, LABELS, dropout_seed=micro_batch_seed(1, first_sample)
+        ).detach()
 
     first = losses(0)
     assert torch.equal(losses(0), first)
     assert not torch.equal(losses(1), first)
     model.eval()
     assert torch.equal(losses(0), losses(1))
-    torch.testing.assert_close(losses(0), _model().loss(TOKENS, LABELS).detach())
+    torch.testing.assert_close(losses(0), loss_of(_model(), TOKENS, LABELS).detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_parameters_give_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
     exact = build_model(tiny_config(), VOCAB, ProcessMesh.serial())
-    losses = build_model(tiny_config(), VOCAB, ProcessMesh.serial()).to(dtype).loss(TOKENS, LABELS)
+    losses = loss_of(
+        build_model(tiny_config(), VOCAB, ProcessMesh.serial()).to(dtype), TOKENS, LABELS
+    )
     assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, exact.loss(TOKENS, LABELS), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(losses, loss_of(exact, TOKENS, LABELS), rtol=0.01, atol=0.01)

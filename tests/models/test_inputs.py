@@ -17,6 +17,7 @@ from megacore.models.inputs import MaskRules, ModelInput, input_rules
 from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
+from tests._loss import loss_of
 from tests._tiny import tiny_config
 from tests.data._config import data_config
 from tests.train import _runs
@@ -168,7 +169,7 @@ def test_documents_of_a_sample_are_trained_separately(recompute: str, groups: in
     model_input = rules(padded=False, eod_mask_loss=False).read(batch)
     together = losses(model, model_input)
     separate = [
-        model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))
+        loss_of(model, batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))
     ]
     torch.testing.assert_close(together, torch.cat(separate, 1))
     expected = gradients(model, iter([torch.cat(separate, 1)]))
@@ -188,7 +189,7 @@ def test_the_mask_of_one_document_is_the_causal_mask() -> None:
     model = build_model(config, 32, ProcessMesh.serial()).double()
     tokens = torch.arange(12)[None]
     documents, positions = torch.zeros_like(tokens), torch.arange(12)[None]
-    plain = model.loss(tokens, tokens)
+    plain = loss_of(model, tokens, tokens)
     masked = losses(model, ModelInput(tokens, tokens, position_ids=positions, documents=documents))
     torch.testing.assert_close(masked, plain)
 
@@ -200,8 +201,8 @@ def test_only_labels_that_count_enter_the_loss() -> None:
     (total, count), *_ = stage.loss_sum(iter(batches), [2, 1]).tolist()
     model = stage.chunks[0].eval()
     with torch.no_grad():
-        losses = model.loss(
-            batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)
+        losses = loss_of(
+            model, batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)
         ).double()
     # Of the first sample 1 -> EOD and 2 -> 5; of the second 4 -> 4 and 4 -> EOD.
     assert count == 4

@@ -17,6 +17,7 @@ from megacore.jobs.run import EvaluateJob, TrainJob
 from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
 from megacore.parallel.mesh import ProcessMesh
+from tests._loss import loss_of
 from tests.launch._processes import none_alive, wait_until
 from tests.ranks import _megatron_log
 from tests.train import _runs
@@ -132,7 +133,7 @@ def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> N
         dataset = GPTDataset(data / "tokens_text_document", data / "index", split, _runs.SEQ_LENGTH)
         tokens = torch.from_numpy(dataset.gather(range(len(dataset))))
         with torch.no_grad():
-            expected = float(model.loss(tokens[:, :-1], tokens[:, 1:]).double().mean())
+            expected = float(loss_of(model, tokens[:, :-1], tokens[:, 1:]).double().mean())
         assert scores[f"{split}_loss"] == pytest.approx(expected, rel=1e-6)
         assert scores[f"{split}_ppl"] == pytest.approx(math.exp(expected), rel=1e-6)
         assert scores[f"{split}_samples"] == len(dataset)

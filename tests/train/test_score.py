@@ -26,6 +26,7 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 from megacore.train.score import CheckpointScorer
+from tests._loss import loss_of
 from tests.train import _runs
 
 SPLIT = "60,20,20"
@@ -120,7 +121,7 @@ def losses(model: GPTModel, document: list[int]) -> Tensor:
     """Return the loss of each label of a document read separately."""
     ids = torch.tensor([document])
     with torch.no_grad():
-        return model.loss(ids[:, :-1], ids[:, 1:]).flatten().double()
+        return loss_of(model, ids[:, :-1], ids[:, 1:]).flatten().double()
 
 
 def test_scores_equal_those_of_separate_documents(job: EvaluateJob) -> None:
