@@ -16,7 +16,7 @@ from megacore.config.spec import SpecialTokens
 from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Engine
 from megacore.engine.build import build_engine
-from megacore.models.base import SampleSources
+from megacore.models.base import LossTotals, SampleSources
 from megacore.models.inputs import ModelInput, input_rules
 from megacore.models.stage import Stage
 from megacore.optim.param_schedule import LrSchedule
@@ -201,9 +201,8 @@ def train(case: Case) -> Result:
         engine.forward_backward(_read(data, indices), seeds)
         updates.append(engine.update(schedule.at(step + 1), run_config.optim.weight_decay))
     indices = _micro_batches(run_config, mesh, 0)
-    validation = engine.loss_sum(
-        _read(data, indices), [len(each) for each in indices], sources_of(indices)
-    )
+    totals = LossTotals(len(engine.loss_names), sources_of(indices), engine.device)
+    validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices], totals)
     assert all(update.applied for update in updates)
     return Result(
         [update.loss for update in updates],

@@ -151,7 +151,7 @@ def test_wrong_number_of_ranks_is_reported_as_the_reason(data: Path, tmp_path: P
 def test_missing_job_file_is_refused_without_a_traceback(tmp_path: Path) -> None:
     result = start("pretrain", tmp_path / "absent.json", 1)
     assert result.returncode == 2
-    assert "absent.json is not a job" in result.stderr
+    assert "absent.json does not exist: give the job file" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -213,10 +213,10 @@ def test_evaluations_share_only_cpus(
 def test_ranks_that_others_place_take_nothing_here(
     server: MemoryServer, monkeypatch: pytest.MonkeyPatch, elsewhere: str
 ) -> None:
-    launch: Any = SimpleNamespace(kind="torchrun" if elsewhere == "hostfile" else elsewhere)
+    kind: Any = "torchrun" if elsewhere == "hostfile" else elsewhere
     hosts = {"worker-1": 2} if elsewhere == "hostfile" else {}
     monkeypatch.setattr(_devices, "hosts_of", lambda launch: hosts)
-    with devices(launch, trains=True):
+    with devices(HERE.model_copy(update={"kind": kind}), trains=True):
         assert server.leases == {}
 
 
