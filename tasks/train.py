@@ -19,7 +19,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError, MegacoreError
-from megacore.jobs.run import TrainJob
+from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._attempt import report_end
@@ -188,7 +188,10 @@ def _run(
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory, index)
-    job = make_job(config, directory, tokens, tokenizer, index)
+    job = TrainJob(
+        **make_job(config, directory, tokens, tokenizer, index).model_dump(),
+        planned_samples=_planned_samples(config),
+    )
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
     _require_checkpoint_space(config, directory, tokenizer.counts["vocab_size"])
@@ -279,8 +282,8 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact, index: Artifact) ->
 
 def make_job(
     config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> TrainJob:
-    """Build the job file of this run's next attempt, on the hosts and ranks that take part now.
+) -> Job:
+    """Build the fields of the job of this run's next attempt, on the hosts that take part now.
 
     Raises ParallelLayoutError, and LaunchError when too few hosts of an elastic run answer.
     """
@@ -306,13 +309,13 @@ def job_of(
     ranks: int,
     threads: int,
     hosts: Mapping[str, int] | None = None,
-) -> TrainJob:
-    """Build a job of this run on `ranks` ranks of `threads` CPU threads each.
+) -> Job:
+    """Build the fields of a job of this run on `ranks` ranks of `threads` CPU threads each.
 
     It runs on `hosts`, or on this host if that is None. Raises CheckpointError if the checkpoint
     that the run continues from does not describe its model.
     """
-    return TrainJob(
+    return Job(
         config=config,
         token_prefixes=token_prefixes(tokens.directory),
         index_directory=index.path,
@@ -325,7 +328,6 @@ def job_of(
         threads_per_rank=threads,
         hosts=dict(hosts or {}),
         attempt=stages.next_attempt(directory),
-        planned_samples=_planned_samples(config),
     )
 
 

@@ -9,6 +9,7 @@ from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
+from megacore.jobs.run import ConvertJob, EvaluateJob, TrainJob
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.train.state import TrainState
 from tasks.index import requested_samples
@@ -103,6 +104,11 @@ def test_job_of_one_rank_ignores_the_layout(tmp_path: Path) -> None:
         threads=3,
     )
     assert (job.ranks, job.threads_per_rank, job.vocab_size) == (1, 3, 511)
+    # Every stage of the run starts its ranks with these fields and its own.
+    names = ("checkpoint", "output_directory")
+    ConvertJob(**job.model_dump(), **dict.fromkeys(names, "/"), card={})
+    EvaluateJob(**job.model_dump(), checkpoints=(), unigram=True, output="/")
+    assert TrainJob(**job.model_dump(), planned_samples=8).planned_samples == 8
 
 
 def tensor_parallel_config() -> RunConfig:
