@@ -14,6 +14,7 @@ from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_pu
 from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
 from tasks.tokenize import blend, make_tokenizer, share_cores, tokenize
+from tasks.train import planned_order
 
 
 def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
@@ -38,7 +39,7 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     at_once, configs = share_cores(config, inputs)
     members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
-    index = pipeline.stage(build_index, tokens)
+    index = pipeline.stage(build_index, tokens, planned_order(config, tokens, tokenizer))
     pipeline.contamination = contamination_stage(pipeline, searches, tokens, index)
     return tokens, tokenizer, index
 

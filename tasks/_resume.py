@@ -63,14 +63,24 @@ def resumed_state(config: RunConfig) -> "TrainState | None":
         return None
 
 
-def planned_before(config: RunConfig) -> int | None:
-    """Return the samples for which the run of the resumed checkpoint planned its samples' order.
+def planned_before(config: RunConfig, directory: Path | None) -> int | None:
+    """Return the samples for which the order of samples was planned before this start.
 
-    None without such a checkpoint, if its samples have another data.seq_length, and if it has no
-    readable state: `check_resumed` and the training refuse it.
+    The newest complete checkpoint in the run's `directory` has them; before the first one, the
+    checkpoint of another run from which this run continues.
+
+    None for a run without either, which begins at sample 0; if the samples of the other run have
+    another data.seq_length; and if no state is readable: `check_resumed` and the training refuse
+    it. Raises FileAccessError if a file cannot be read now.
     """
     from megacore.train.state import planned_samples
 
+    if directory is not None:
+        for path in reversed(complete_checkpoints(directory / CHECKPOINTS_NAME)):
+            try:
+                return planned_samples(read_state(path))
+            except CheckpointError:
+                continue  # damaged, or deleted meanwhile: the training also takes an earlier one
     if config.resume.checkpoint is None:
         return None
     try:

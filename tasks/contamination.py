@@ -19,7 +19,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, build, stage_task
 from tasks._stage_runner import StageRunner
-from tasks.index import index_options, mixture
+from tasks.index import held_out_digest, index_options, mixture
 from tasks.lm_eval import task_digests
 from tasks.zeroshot import text_digests
 
@@ -165,7 +165,8 @@ def contamination_key(
     inputs = {f"search_{number}": each for number, each in enumerate(searches)}
     removed = {"removed": config.evaluate.contamination == "remove"}
     parameters = key_parameters(config, "contamination", removed)
-    return StageKey.of("contamination", VERSION, parameters, tokens=tokens, index=index, **inputs)
+    splits = index.model_copy(update={"digest": held_out_digest(index)})
+    return StageKey.of("contamination", VERSION, parameters, tokens=tokens, index=splits, **inputs)
 
 
 @stage_task("contamination", contamination_key)

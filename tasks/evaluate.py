@@ -40,7 +40,7 @@ from tasks._launch import LogTail
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
 from tasks._perplexity import PerplexityTable
 from tasks._stage_runner import DELETED, StageRunner
-from tasks.index import split_data, split_datasets, split_digests
+from tasks.index import held_out_digest, split_data, split_datasets, split_digests
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
@@ -100,7 +100,7 @@ def score_key(
         "evaluate-checkpoint",
         stages.EVALUATE_VERSION,
         key_parameters(config, "evaluate"),
-        {"index": index.digest, **target.inputs},
+        {"index": held_out_digest(index), **target.inputs},
     )
 
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from prefect import get_run_logger
 
-from megacore.artifact import Artifact, Manifest, StageKey
+from megacore.artifact import Artifact, Manifest, StageKey, open_artifact
 from megacore.artifact.files import canonical_json
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import blend_steps
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
-from megacore.errors import MegacoreError
+from megacore.errors import ArtifactError
 from megacore.plan.epochs import Epochs, measured_epochs
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, artifact_directory, build, stage_task
 from tasks._mlflow import Dataset
-from tasks._resume import planned_before, resumed_state
+from tasks._resume import resumed_state
 
 if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 """Sections of `data` that determine the samples of a single family; keys of other families leave
 them out."""
+_HELD_OUT = "held_out"
+"""Count of maps that continue others: the digest of those, which have the same held-out splits."""
 _TRAINING_ONLY = (
     "fim",
     "weights",
@@ -204,30 +206,6 @@ def epochs_summary(config: RunConfig, index: Artifact) -> str:
     return f"{sentence}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
-def same_order(config: RunConfig, before: Path, index: Artifact) -> bool:
-    """Return True if the maps in `before` and those of `index` begin with the same train samples.
-
-    Both are of the same tokens and options. False also if the manifest in `before` is not readable.
-    """
-    if config.family == "gpt" and config.data.packing == "best_fit":
-        return True  # more epochs are drawn after the others
-    try:
-        plans = [
-            Manifest.read(directory).parameters["plan"]["train"]
-            for directory in (before, index.directory)
-        ]
-    except (MegacoreError, KeyError):
-        return False
-    old, new = (
-        [
-            (member["epochs"], member.get("separate_final_epoch"))
-            for member in plan.get("members", [plan])
-        ]
-        for plan in plans
-    )
-    return old == new
-
-
 def _digest(content: Any) -> str:
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -237,52 +215,96 @@ def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[
     return [[config.data.sources.index(member.source), member.weight] for member in blend]
 
 
-def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
+def index_key(config: RunConfig, tokens: Artifact, planned_before: int | None) -> StageKey:
     """Return the key of the maps.
 
     It contains the plan of the maps, so more iterations within an epoch do not change it. A run
-    that resumes from another one keeps its order of samples; further epochs follow after those.
+    that is extended or resumes from another one keeps the order of the samples that were planned
+    before, `planned_before` of them; further epochs follow after those.
     """
+    return _key_of(config, tokens, requested_samples(config), planned_before)
+
+
+def held_out_digest(index: Artifact) -> str:
+    """Return the digest of the maps for keys of stages that do not depend on the train maps.
+
+    It is that of the maps that an extension continues, whose held-out splits are the same, so that
+    an extension does not measure again what was measured before.
+    """
+    digest: str = index.counts.get(_HELD_OUT, {}).get("digest", index.digest)
+    return digest
+
+
+def _key_of(
+    config: RunConfig,
+    tokens: Artifact,
+    requested: tuple[int, int, None],
+    planned_before: int | None,
+) -> StageKey:
+    """Return the key of the maps with these requested samples of each split."""
     from megacore.data.index_maps import VERSION, index_plan
     from megacore.data.sentence_maps import sentence_plan
 
     plan_of = index_plan if config.family == "gpt" else sentence_plan
-    requested, before = requested_samples(config), planned_before(config)
-    plan = plan_of(mixture(config, tokens), index_options(config), requested, planned_before=before)
-    steps = read_steps(config, max(requested[0], before or 0))
+    plan = plan_of(
+        mixture(config, tokens), index_options(config), requested, planned_before=planned_before
+    )
+    steps = read_steps(config, max(requested[0], planned_before or 0))
     resolved = resolved_samples(config) | steps | {"plan": plan}
     parameters = key_parameters(config, "index", resolved)
     return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
 
 @stage_task("index", index_key)
-def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
-    """Build the document, sample and shuffle index of each split, or its sentence map."""
+def build_index(config: RunConfig, tokens: Artifact, planned_before: int | None) -> StageResult:
+    """Build the document, sample and shuffle index of each split, or its sentence map.
+
+    See `index_key` for `planned_before`.
+    """
     from megacore.data.index_maps import build_index_maps
     from megacore.data.sentence_maps import build_sentence_maps
 
     build_maps = build_index_maps if config.family == "gpt" else build_sentence_maps
 
     def fill(directory: Path) -> dict[str, Any]:
-        return build_maps(
+        counts = build_maps(
             mixture(config, tokens),
             directory,
             index_options(config),
             requested_samples(config),
-            planned_before=planned_before(config),
+            planned_before=planned_before,
         )
+        return counts | _continued(config, tokens, planned_before)
 
-    return build(config, index_key(config, tokens), fill, writes=lambda: _map_bytes(config, tokens))
+    key = index_key(config, tokens, planned_before)
+    return build(config, key, fill, writes=lambda: _map_bytes(config, tokens, planned_before))
 
 
-def _map_bytes(config: RunConfig, tokens: Artifact) -> int:
+def _continued(
+    config: RunConfig, tokens: Artifact, planned_before: int | None
+) -> dict[str, dict[str, str]]:
+    """Return the digest of the maps that an extension continues, for `held_out_digest`.
+
+    It is empty if the maps continue no others, or if those do not exist any more.
+    """
+    train, valid, test = requested_samples(config)
+    if planned_before is None or planned_before >= train:
+        return {}
+    key = _key_of(config, tokens, (planned_before, valid, test), planned_before)
+    try:
+        return {_HELD_OUT: {"digest": open_artifact(artifact_directory(key)).digest}}
+    except ArtifactError:
+        return {}
+
+
+def _map_bytes(config: RunConfig, tokens: Artifact, planned_before: int | None) -> int:
     """Return about how many bytes the maps take.
 
     An entry of GPT's maps has 4 bytes for a document, and 12 for a sample: its position in the
     documents, and its place in the shuffled order. BERT and T5 have 12 bytes for a sample.
     """
     train, valid, _ = requested_samples(config)
-    train = max(train, planned_before(config) or 0)
+    train = max(train, planned_before or 0)
     if config.family != "gpt":
         return 12 * (train + valid)
     in_epoch = max(1, tokens.counts["tokens"] // config.data.seq_length)

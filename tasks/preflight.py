@@ -44,7 +44,13 @@ from tasks.lm_eval import lm_eval_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
 from tasks.tokenize import blend_key, tokenizer_key
-from tasks.train import check_pretrained, run_directory, train_key, training_problem
+from tasks.train import (
+    check_pretrained,
+    planned_order,
+    run_directory,
+    train_key,
+    training_problem,
+)
 from tasks.zeroshot import text_digests, zeroshot_key
 
 EPOCHS_UNKNOWN = "epochs: known after the stage index"
@@ -135,7 +141,7 @@ def planned_training(config: RunConfig) -> list[PlannedStage]:
             for name, corpus in zip(members, documents, strict=True)
         ),
         *([PlannedStage("blend", blend_key, (members,))] if several else []),
-        PlannedStage("index", index_key, (tokens,)),
+        PlannedStage("index", _index_key, (tokens, "tokenizer")),
         *(
             [PlannedStage("contamination", contamination_key, (searches, tokens, "index"))]
             if searches
@@ -337,6 +343,11 @@ def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> lis
         "launch:",
         *dry_run_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json"),
     ]
+
+
+def _index_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
+    """Return the key of the maps, which continue the order of a run that has begun."""
+    return index_key(config, tokens, planned_order(config, tokens, tokenizer))
 
 
 def _run_directory(

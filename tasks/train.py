@@ -18,7 +18,7 @@ from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.spec import SpecialTokens
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, WorkspaceError
 from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
@@ -36,9 +36,9 @@ from tasks.curate import curation_metrics
 from tasks.index import (
     consumed_samples,
     epochs_of,
+    index_key,
     read_steps,
     resolved_samples,
-    same_order,
     split_datasets,
     without_other_families,
 )
@@ -121,6 +121,20 @@ def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> P
     return Workspace.of().folder("train") / run_key(config, tokens, tokenizer).key
 
 
+def planned_order(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> int | None:
+    """Return the samples for which the order of the run's samples was planned before this start.
+
+    See `tasks._resume.planned_before`. Raises FileAccessError if a file cannot be read now.
+    """
+    try:
+        directory = run_directory(config, tokens, tokenizer)
+    except ConfigError:
+        # The checkpoint that the run begins with is not here: the training refuses it, but its
+        # data can be prepared.
+        directory = None
+    return planned_before(config, directory)
+
+
 def training_problem(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> str | None:
@@ -155,6 +169,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
+            _refuse_other_order(config, directory, tokens, index)
             with (
                 devices(config.launch, trains=True),
                 counted_failures(directory, str(task_run.id), config.launch.retries),
@@ -175,6 +190,19 @@ def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
             )
 
 
+def _refuse_other_order(
+    config: RunConfig, directory: Path, tokens: Artifact, index: Artifact
+) -> None:
+    """Refuse maps that were planned before another flow run began the run with its own order."""
+    planned = planned_before(config, directory)
+    if planned is not None and index_key(config, tokens, planned).key != index.key:
+        raise WorkspaceError(
+            f"{directory} has a checkpoint whose order of samples was planned for {planned} "
+            f"samples, and {index.path} has another order, because its maps were planned before "
+            "another flow run wrote that checkpoint: start this run again"
+        )
+
+
 def _run(
     config: RunConfig,
     key: StageKey,
@@ -187,10 +215,10 @@ def _run(
     """Train and seal the run; `held` is the descriptor of its lock, which the ranks hold too."""
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    _warn_of_changed_schedule(config, directory, index)
+    _warn_of_changed_schedule(config, directory)
     job = TrainJob(
         **make_job(config, directory, tokens, tokenizer, index).model_dump(),
-        planned_samples=_planned_samples(config),
+        planned_samples=_planned_samples(config, directory),
     )
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
@@ -228,8 +256,8 @@ def _require_checkpoint_space(config: RunConfig, directory: Path, vocab_size: in
     )
 
 
-def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifact) -> None:
-    """Warn if an extension of the run changes its learning rates or the order of its samples.
+def _warn_of_changed_schedule(config: RunConfig, directory: Path) -> None:
+    """Warn if an extension of the run changes its learning rates.
 
     The run then differs from one that had the new length from the start.
     """
@@ -237,33 +265,16 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
         previous = TrainJob.read(directory / "run.json")
     except ConfigError:
         return
-    log = get_run_logger()
     old, new = (
         {"lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters}
         for run in (previous.config, config)
     )
     if old != new:
-        log.warning(
+        get_run_logger().warning(
             "the learning rate schedule of this run changes from %s to %s: set both in optim to "
             "keep it",
             old,
             new,
-        )
-    # A later weight of the blend makes new index maps that begin like the previous ones.
-    longer = previous.config.train.train_iters != config.train.train_iters
-    reweighted = previous.config.data.blend_schedule != config.data.blend_schedule
-    # The keys are compared, because the workspace may have been moved.
-    before = index.directory.with_name(Path(previous.index_directory).name)
-    if (
-        before.name != index.key
-        and (longer or not reweighted)
-        and not same_order(config, before, index)
-    ):
-        log.warning(
-            "train.train_iters %d needs other epochs of the data than %d did: the samples are "
-            "drawn in a new order",
-            config.train.train_iters,
-            previous.config.train.train_iters,
         )
 
 
@@ -344,11 +355,9 @@ def _special_tokens(config: RunConfig, tokenizer: Artifact) -> SpecialTokens:
     )
 
 
-def _planned_samples(config: RunConfig) -> int | None:
-    """Return the samples for which the run's order is planned; None if it resumes from no other."""
-    if config.resume.checkpoint is None:
-        return None
-    before = planned_before(config)
+def _planned_samples(config: RunConfig, directory: Path) -> int:
+    """Return the samples for which the run's order is planned, also before this start."""
+    before = planned_before(config, directory)
     return consumed_samples(config) if before is None else before
 
 

@@ -45,9 +45,9 @@ class EpochPlan:
     partial_sample: bool = False
     """True if the last sample is shorter than the others."""
     further_epochs: int = 0
-    """Number of epochs after those, which only later weights of a blend or a run that resumes from
-    another one need. Each is shuffled separately, so that the samples before are the same without
-    it."""
+    """Number of epochs after those, which only later weights of a blend, or a run that continues
+    the order of an earlier plan, need. Each is shuffled separately, so that the samples before are
+    the same without it."""
 
     @property
     def all_epochs(self) -> int:
@@ -95,8 +95,8 @@ def plan_splits(
 ) -> dict[str, SplitPlan]:
     """Plan each split that has members.
 
-    `planned_before` is the number of samples of the train split for which an earlier run planned
-    its maps. Their order stays, and further epochs follow if more are requested.
+    `planned_before` is the number of samples of the train split for which this run or an earlier
+    one planned its maps before. Their order stays, and further epochs follow if more are requested.
 
     Raises ConfigError, DataFormatError.
     """

@@ -56,8 +56,9 @@ class SentencePart:
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
     least: int = 0
-    """Number of samples that later weights of a blend or a run that resumes from another one need.
-    Single epochs, each drawn and shuffled with a seed of its own, follow until they are there."""
+    """Number of samples that later weights of a blend, or a run that continues the order of an
+    earlier plan, need. Single epochs, each drawn and shuffled with a seed of its own, follow until
+    they are there."""
 
 
 @dataclass(frozen=True)

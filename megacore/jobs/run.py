@@ -118,7 +118,7 @@ class TrainJob(Job):
 
     planned_samples: int | None = None
     """Samples of the train split for which the order of the samples was planned, before the epochs
-    that follow it; None if the run did not resume from another one."""
+    that follow it; None in files of earlier versions."""
 
 
 class EvaluateJob(Job):

@@ -79,7 +79,7 @@ class RunCheckpoints:
             run_directory: directory that contains the run's checkpoints.
             spec: model specification, stored in every checkpoint.
             planned_samples: samples for which the order was planned, stored in every checkpoint;
-                None if the run did not resume from another one.
+                None stores nothing.
         """
         keep = config.checkpoint
         self.root = run_directory / CHECKPOINTS_NAME

@@ -86,7 +86,7 @@ class Trainer:
             peaks: peak rates of this rank's device, for MFU; None reports no MFU.
             started: time.monotonic() at the start of this attempt; None means now.
             planned_samples: samples for which the order was planned, stored in every checkpoint;
-                None if the run did not resume from another one.
+                None stores nothing.
             origins: function that describes the documents of training samples in one clause, for
                 the error of a bad loss.
         """

@@ -11,7 +11,7 @@ from megacore.errors import CheckpointError
 
 PLANNED_KEY = "planned_samples"
 """Key of the samples for which the order of the train split was planned, in the state of a
-checkpoint whose run resumed from another one."""
+checkpoint; earlier versions did not store them."""
 STATE_VERSION = 4
 _READABLE = (3, STATE_VERSION)
 """Versions that can be read; version 3 has no `passed_over`."""

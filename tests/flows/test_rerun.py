@@ -219,6 +219,25 @@ def test_more_iterations_extend_the_run(finished: Bench) -> None:
     assert {*DATA, "evaluate unigram"} <= set(run.stages("cached"))
 
 
+@pytest.mark.slow
+def test_extension_by_further_epochs_is_cached_afterwards(finished: Bench) -> None:
+    values = {"data__split": "4,48,48", "checkpoint__save_interval": 20, "train__eval_interval": 60}
+    assert finished.pretrain(**values).error is None
+    longer = values | {"train__train_iters": 60}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(INJECTIONS["train"], fail)
+        interrupted = finished.pretrain(**longer)
+    assert interrupted.stages("ran") == ["index"]
+    assert interrupted.stages("failed") == ["train"]
+    run = finished.pretrain(**longer)
+    assert run.error is None
+    assert {*DATA, "evaluate unigram"} <= set(run.stages("cached"))
+    assert "evaluate iter_0000060" in run.stages("ran")
+    run = finished.pretrain(**longer)
+    assert run.error is None
+    assert run.stages("ran") == []
+
+
 def test_fewer_iterations_than_trained_are_refused(finished: Bench) -> None:
     run = finished.pretrain(train__train_iters=2)
     assert "train.train_iters is 2" in str(run.error)

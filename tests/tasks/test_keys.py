@@ -132,7 +132,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
         "tokenize": lambda: tokenize_key(config, corpus, tokenizer),
         "tokenize-shard": lambda: shard_key(config, corpus, tokenizer, None, shard),
         "blend": lambda: blend_key(config, (tokens, tokens)),
-        "index": lambda: index_key(config, tokens),
+        "index": lambda: index_key(config, tokens, None),
         "contamination": lambda: contamination_key(config, (artifact("search"),), tokens, index),
         "run": lambda: run_key(config, tokens, tokenizer),
         "train": lambda: train_key(config, *data),

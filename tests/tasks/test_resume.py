@@ -51,19 +51,22 @@ def log(
     return caplog
 
 
-@pytest.mark.parametrize(("key", "warned"), [(INPUT.key, False), ("cd" * 8, True)])
-def test_only_other_index_maps_warn_of_a_new_order(
-    key: str,
+@pytest.mark.parametrize(("decay", "warned"), [(None, True), (500, False)])
+def test_extension_warns_of_another_learning_rate_schedule(
+    decay: int | None,
     warned: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ) -> None:
-    previous = SimpleNamespace(config=make_config(), index_directory=f"/moved/index/{key}")
-    monkeypatch.setattr(train.TrainJob, "read", lambda path: previous)
+    before, longer = (
+        changed(train={"train_iters": iterations}, optim={"lr_decay_iters": decay})
+        for iterations in (500, 900)
+    )
+    monkeypatch.setattr(train.TrainJob, "read", lambda path: SimpleNamespace(config=before))
     monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("resume"))
-    train._warn_of_changed_schedule(make_config(), tmp_path, INPUT)
-    assert ("the samples are drawn in a new order" in log.text) is warned
+    train._warn_of_changed_schedule(longer, tmp_path)
+    assert ("the learning rate schedule of this run changes" in log.text) is warned
 
 
 def test_keys_depend_on_the_resumed_checkpoint_and_skipped_samples(tmp_path: Path) -> None:
