@@ -116,7 +116,13 @@ def check_resumed(config: RunConfig) -> None:
     check_resume(changes, config.resume.override, str(path))
     state = resumed_state(config)
     if state is not None:
-        warmup = changed_warmup(saved_config, config, state.consumed_samples, str(path))
+        warmup = changed_warmup(
+            saved_config,
+            config,
+            str(path),
+            consumed_samples=state.consumed_samples,
+            applied_iterations=state.applied_iterations,
+        )
         if warmup is not None:
             get_run_logger().warning("%s", warmup)
     spec = read_spec(path)

@@ -10,7 +10,7 @@ from megacore.config.base import PretrainStage, Stage
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import Declaration, declaration
 from megacore.config.run import RunConfig, with_current_names
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.redact import redact_values
 
 _TOKENS: frozenset[Stage] = frozenset(
@@ -168,27 +168,42 @@ def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: 
 
 
 def changed_warmup(
-    before: Mapping[str, Any], now: RunConfig, consumed_samples: int, checkpoint: str
+    before: Mapping[str, Any],
+    now: RunConfig,
+    checkpoint: str,
+    *,
+    consumed_samples: int,
+    applied_iterations: int,
 ) -> str | None:
     """Return how many iterations a warm-up in samples changes to with another batch size, or None.
 
     `optim.lr_warmup_samples` are converted to iterations as if the batch size held from the start,
-    so that another one changes the learning rates also of a warm-up that has begun. None too if the
-    warm-up is over and its length does not affect the decay.
+    so that another one changes the learning rates also of a warm-up that has begun, and a smaller
+    one returns to a warm-up that was over. None too if the warm-up is over with both batch sizes
+    and its length does not affect the decay.
 
     Args:
         before: configuration of the checkpoint as JSON.
         now: configuration of the run that resumes.
-        consumed_samples: samples that the checkpoint was trained on.
         checkpoint: name of the checkpoint in messages.
+        consumed_samples: samples that the checkpoint was trained on.
+        applied_iterations: optimizer steps of the checkpoint, which the learning rates depend on.
 
     Raises:
-        ConfigError: the checkpoint is within the warm-up.
+        CheckpointError: the configuration of the checkpoint is damaged.
+        ConfigError: the checkpoint is within the warm-up that one of the batch sizes gives.
     """
     samples = now.optim.lr_warmup_samples
     if samples is None or before.get("optim", {}).get("lr_warmup_samples") != samples:
         return None
-    old_schedule, new_schedule = BatchSchedule.of_json(before["train"]), BatchSchedule.of(now.train)
+    try:
+        old_schedule = BatchSchedule.of_json(before["train"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the configuration in {checkpoint} does not show its batches ({error}): use another "
+            "checkpoint"
+        ) from error
+    new_schedule = BatchSchedule.of(now.train)
     old, new = old_schedule.iterations_for(samples), new_schedule.iterations_for(samples)
     if old == new:
         return None
@@ -201,10 +216,13 @@ def changed_warmup(
         f"set optim.lr_warmup_samples to null and optim.lr_warmup_iters to {old}, and name both in "
         "resume.override"
     )
-    if consumed_samples < samples:
+    if consumed_samples < samples or applied_iterations < max(old, new):
+        # a longer warm-up would begin again after the shorter one
+        later = "" if new > old else ", or resume after the warm-up"
         raise ConfigError(
-            f"{difference}, but {checkpoint} is within the warm-up, at sample {consumed_samples}, "
-            f"where the learning rate would jump: {keep}, or resume after the warm-up"
+            f"{difference}, but {checkpoint} is within that warm-up, at sample {consumed_samples} "
+            f"after {applied_iterations} optimizer steps, where the learning rate would jump: "
+            f"{keep}{later}"
         )
     if now.optim.lr_decay_style in ("constant", "WSD"):
         return None

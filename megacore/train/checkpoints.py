@@ -313,12 +313,21 @@ class RunCheckpoints:
     def _check_warmup(
         self, path: Path, saved_config: dict[str, Any] | None, state: TrainState
     ) -> None:
-        """Refuse another batch size within a warm-up in samples, and warn of it in the decay."""
+        """Refuse another batch size within a warm-up in samples, and warn of it in the decay.
+
+        Raises ConfigError, CheckpointError.
+        """
         from megacore.config.difference import changed_warmup
 
         if saved_config is None:
             return
-        changed = changed_warmup(saved_config, self._config, state.consumed_samples, str(path))
+        changed = changed_warmup(
+            saved_config,
+            self._config,
+            str(path),
+            consumed_samples=state.consumed_samples,
+            applied_iterations=state.applied_iterations,
+        )
         if changed is not None:
             self._recorder.warning(changed)
 

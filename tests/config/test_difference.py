@@ -11,7 +11,7 @@ from megacore.config.difference import (
     described,
 )
 from megacore.config.run import RunConfig
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from tests.train import _runs
 
 
@@ -222,18 +222,55 @@ def test_warm_up_in_samples_refuses_another_batch_size_until_it_is_over() -> Non
     batch = before["train"]["global_batch_size"]
     assert batch == 8
     larger = changed(optim=optim, train={"global_batch_size": 16})
-    assert changed_warmup(before, changed(optim=optim), 8, "c") is None
+
+    def change(now: RunConfig, samples: int, steps: int) -> str | None:
+        return changed_warmup(before, now, "c", consumed_samples=samples, applied_iterations=steps)
+
+    assert change(changed(optim=optim), 8, 1) is None
     with pytest.raises(
         ConfigError,
         match=r"lr_warmup_samples 40 took 5 iterations with the batches of c .*_size 8\), and "
-        r"takes 3 with train.global_batch_size 16, but c is within the warm-up, at sample 39, .* "
-        r"optim.lr_warmup_iters to 5, .* or resume after the warm-up$",
+        r"takes 3 with train.global_batch_size 16, but c is within that warm-up, at sample 39 "
+        r"after 5 .* optim.lr_warmup_iters to 5, .* or resume after the warm-up$",
     ):
-        changed_warmup(before, larger, 39, "c")
-    assert "changes the learning rates of the decay" in str(changed_warmup(before, larger, 40, "c"))
+        change(larger, 39, 5)
+    with pytest.raises(ConfigError, match="at sample 40 after 4 optimizer steps"):
+        change(larger, 40, 4)  # the update of one iteration was not applied
+    assert "changes the learning rates of the decay" in str(change(larger, 40, 5))
     constant = changed(
         optim=optim | {"lr_decay_style": "constant"}, train={"global_batch_size": 16}
     )
-    assert changed_warmup(before, constant, 40, "c") is None
+    assert change(constant, 40, 5) is None
     kept = changed(optim={"lr_warmup_iters": 5}, train={"global_batch_size": 16})
-    assert changed_warmup(before, kept, 8, "c") is None
+    assert change(kept, 8, 1) is None
+
+
+@pytest.mark.parametrize("style", ["constant", "WSD"])
+def test_a_smaller_batch_does_not_return_to_the_warm_up(style: str) -> None:
+    """The learning rate depends on the optimizer steps: 20 batches of 2 instead of 5 of 8."""
+    optim = {
+        "lr_warmup_iters": None,
+        "lr_warmup_samples": 40,
+        "lr_decay_iters": 40,
+        "lr_decay_style": style,
+        "lr_wsd_decay_iters": 2 if style == "WSD" else None,
+    }
+    before = changed(optim=optim, train={"train_iters": 40}).model_dump(mode="json")
+    smaller = changed(optim=optim, train={"global_batch_size": 2, "train_iters": 40})
+    with pytest.raises(
+        ConfigError,
+        match=r"takes 20 with train.global_batch_size 2, but c is within that warm-up, at sample "
+        r"48 after 6 .*lr_warmup_iters to 5, and name both in resume.override$",
+    ):
+        changed_warmup(before, smaller, "c", consumed_samples=48, applied_iterations=6)
+    assert changed_warmup(before, smaller, "c", consumed_samples=160, applied_iterations=20) is None
+
+
+@pytest.mark.parametrize("train", [None, {"global_batch_size": "x"}])
+def test_a_damaged_configuration_of_the_checkpoint_is_a_checkpoint_error(train: Any) -> None:
+    optim = {"lr_warmup_iters": None, "lr_warmup_samples": 40}
+    before = changed(optim=optim).model_dump(mode="json") | {"train": train}
+    if train is None:
+        del before["train"]
+    with pytest.raises(CheckpointError, match="configuration in c does not show its batches"):
+        changed_warmup(before, changed(optim=optim), "c", consumed_samples=8, applied_iterations=1)

@@ -128,8 +128,13 @@ def test_checkpoint_of_a_resumed_run_has_the_samples_of_its_plan(
     assert planned_samples(read_state(directory / "checkpoints/iter_0000006")) == 24
 
 
-def test_warm_up_in_samples_refuses_another_batch_size(data: Path, tmp_path: Path) -> None:
-    warmup = {"lr_warmup_iters": None, "lr_warmup_samples": 32}
+@pytest.mark.parametrize(
+    ("samples", "batch"), [(32, 16), (16, 2)], ids=["within the warm-up", "back into the warm-up"]
+)
+def test_warm_up_in_samples_refuses_another_batch_size(
+    data: Path, tmp_path: Path, samples: int, batch: int
+) -> None:
+    warmup = {"lr_warmup_iters": None, "lr_warmup_samples": samples, "lr_decay_iters": 20}
     _runs.train(run(3, optim=warmup), data, tmp_path / "half")
     changed = run(
         6,
@@ -140,10 +145,11 @@ def test_warm_up_in_samples_refuses_another_batch_size(data: Path, tmp_path: Pat
         },
     )
     changed = changed.model_copy(
-        update={"train": changed.train.model_copy(update={"global_batch_size": 16})}
+        update={"train": changed.train.model_copy(update={"global_batch_size": batch})}
     )
     with pytest.raises(
-        ConfigError, match=r"iter_0000003 is within the warm-up, at sample 24, where the learning"
+        ConfigError,
+        match=r"iter_0000003 is within that warm-up, at sample 24 after 3 optimizer steps, where",
     ):
         _runs.train(changed, data, tmp_path / "other")
 
