@@ -125,7 +125,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` with `value` as JSON, atomically and durably. Raises WorkspaceError."""
-    with workspace_errors(path):
+    with workspace_errors(path, only_writes=True):
         text = json.dumps(value, indent=2, sort_keys=True) + "\n"
         replace_file(path, text.encode("utf-8"))
     remove_dead_temporaries(path)
@@ -366,10 +366,16 @@ def canonical_json(value: Any) -> bytes:
 
 
 @contextmanager
-def workspace_errors(path: Path, elsewhere: str = _ELSEWHERE) -> Iterator[None]:
+def workspace_errors(
+    path: Path, elsewhere: str = _ELSEWHERE, *, only_writes: bool = False
+) -> Iterator[None]:
     """Turn the operating system's write errors into WorkspaceError or FileAccessError.
 
-    `elsewhere` is the advice to write to another place.
+    Args:
+        path: file or directory that is written.
+        elsewhere: advice to write to another place.
+        only_writes: True if the block reads nothing, so that a missing directory is that of the
+            output; otherwise its error may be that of an input, and is not changed.
     """
     try:
         yield
@@ -390,7 +396,9 @@ def workspace_errors(path: Path, elsewhere: str = _ELSEWHERE) -> Iterator[None]:
             "ENOENT": f"make its directory first or {elsewhere}",
         }
         code = errno.errorcode.get(error.errno or 0, "")
-        if code not in advice or (code == "ENOENT" and not _lacks_directory(error)):
+        if code not in advice or (
+            code == "ENOENT" and not (only_writes and _lacks_directory(error))
+        ):
             raise
         room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(

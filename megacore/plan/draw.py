@@ -95,7 +95,7 @@ def save_figure(figure: "Figure", path: Path) -> Path:
     try:
         # A fixed salt keeps the ids of equal pictures equal.
         with (
-            workspace_errors(path, "choose another path"),
+            workspace_errors(path, "choose another path", only_writes=True),
             rc_context({"svg.hashsalt": "megacore"}),
         ):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

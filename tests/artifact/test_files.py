@@ -233,7 +233,7 @@ def test_a_missing_directory_of_an_output_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"a\.json.*No such file .*: make its directory"):
         write_json(tmp_path / "no" / "a.json", {})
     with pytest.raises(FileNotFoundError), workspace_errors(tmp_path):
-        (tmp_path / "input.json").read_bytes()  # a file that is read and not written
+        (tmp_path / "no" / "input.json").read_bytes()  # a file that is read and not written
 
 
 def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

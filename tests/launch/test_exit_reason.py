@@ -64,6 +64,12 @@ class OddDataError(DataFormatError):
         ),
         (ZeroDivisionError("by zero"), "TrainingError", "ZeroDivisionError: by zero", 7),
         (FileNotFoundError(2, "No such file", "f"), "TrainingError", "FileNotFoundError", 7),
+        (  # an index that was removed is read, and not written
+            FileNotFoundError(2, "No such file", "/nowhere/index/train.idx"),
+            "TrainingError",
+            "FileNotFoundError",
+            7,
+        ),
     ],
 )
 def test_reported_exit_writes_the_reason_and_exits_with_its_code(
