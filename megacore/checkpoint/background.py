@@ -425,7 +425,15 @@ class CheckpointSaver:
             )
             self._flight = flight
             flight.stall_seconds = time.monotonic() - began
-            flight.thread.start()
+            try:
+                flight.thread.start()
+            except RuntimeError as error:  # raised by all ranks through `failed`, not only here
+                flight.thread = None
+                flight.failure = CheckpointError(
+                    f"the thread that saves the checkpoint of iteration {iteration} cannot start "
+                    f"({error}): raise the limit on processes (`ulimit -u`, or that of the "
+                    "container), or set checkpoint.asynchronous to false"
+                )
         else:
             self._flight = flight
             self._run(flight, share, text, validation_loss)
@@ -443,7 +451,8 @@ class CheckpointSaver:
             self._writer = threading.Thread(
                 target=import_module, args=(_WRITER,), name="checkpoint-import", daemon=True
             )
-            self._writer.start()
+            with contextlib.suppress(RuntimeError):  # the save imports it, or reports the limit
+                self._writer.start()
         if self._flight is not None and self._flight.finished is not None:
             self._land()
         return self._finished.popleft() if self._finished else None

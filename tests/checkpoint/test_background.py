@@ -326,6 +326,25 @@ def test_a_thread_that_ends_without_a_result_fails_the_save(
     assert not saver.failed
 
 
+def test_a_thread_that_cannot_start_fails_the_save_with_its_cause(
+    make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saver = make_saver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        saver.save(7, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+        assert saver.failed
+        assert saver.poll() is None
+    with pytest.raises(CheckpointError, match=r"of iteration 7 cannot start \(can't start new"):
+        saver.wait()
+    assert not saver.failed
+    saver.save(8, {"model.w": torch.ones(3)}, {}, validation_loss=None)
+    assert saver.wait() is not None
+
+
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_progress_needs_no_readable_directory(
     make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch, code: int
