@@ -72,6 +72,9 @@ class Follower:
         else:
             self._stop = True
 
+    def _stopped(self) -> bool:
+        return self._stop
+
     def follow(self) -> int:
         """Submit the job, follow it to its end, and return the exit code.
 
@@ -96,12 +99,16 @@ class Follower:
         beat.beat()
         write_launcher_state(exit_directory, "queued", "submitted")
         try:
-            submission = self._scheduler.submit(submission)  # perhaps with another token
-        except MegacoreError:
+            # perhaps with another token
+            submission = self._scheduler.submit(submission, self._stopped)
+        except MegacoreError as error:
             # The file may contain secrets. If the scheduler accepted the job after the timeout, the
             # job ends without the file.
             self._spec.path.unlink(missing_ok=True)
-            raise
+            if not self._stopped():
+                raise
+            _say(self._spec, str(error))
+            return _STOPPED
         submission.write(folder)
         beat = FollowerBeat(folder, submission.token)
         _say(self._spec, f"submitted as {submission.job}")

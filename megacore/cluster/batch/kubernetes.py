@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,8 @@ class KubernetesJob:
         """Return the command that applies the manifest."""
         return [*self._kubectl("apply"), f"--filename={self.manifest}"]
 
-    def submit(self, submission: Submission) -> Submission:
-        """Write the manifest, apply it, and return the submission with the JobSet's name."""
+    def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
+        """Write the manifest, apply it once, and return the submission with the JobSet's name."""
         self._name = self.name(submission.token)
         with workspace_errors(self.manifest):
             replace_file(self.manifest, self.text(submission.token).encode(), durable=False)

@@ -5,7 +5,7 @@ import secrets
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,8 +96,11 @@ class Scheduler(Protocol):
         Raises LaunchError.
         """
 
-    def submit(self, submission: Submission) -> Submission:
-        """Submit the job and return the submission with the job's id. Raises LaunchError."""
+    def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
+        """Submit the job and return the submission with the job's id.
+
+        If `stopped` returns True, it is not submitted again. Raises LaunchError.
+        """
 
     def look(self) -> Look | None:
         """Return the current state of the job; None if the scheduler does not answer."""

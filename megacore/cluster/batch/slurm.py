@@ -100,6 +100,8 @@ _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STA
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
 """Seconds between two checks of a job that is being cancelled."""
+_TICK = 0.25
+"""Seconds between two checks whether this process must end."""
 _SUBMISSIONS = 4
 """Tries to submit a job to a controller that does not answer."""
 _SUBMISSION_PAUSE = 10.0
@@ -161,10 +163,11 @@ class SlurmJob:
         """Return the command that submits the script."""
         return ["sbatch", "--parsable", *self._spec.launch.slurm.arguments, str(self.script)]
 
-    def submit(self, submission: Submission) -> Submission:
+    def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
         """Write the script, submit it, and return the submission with the job's id.
 
-        It is submitted again, with another token, if the controller does not answer.
+        It is submitted again, with another token, if the controller does not answer and `stopped`
+        returns False.
         """
         folder = self._spec.folder
 
@@ -182,8 +185,9 @@ class SlurmJob:
         submission = submit_until_answered(
             submission,
             attempt,
-            self.remove,
+            lambda earlier: remove_jobs(self.name(earlier.token), earlier.job, stopped),
             say,
+            stopped=stopped,
             what=str(self.script),
             advice="correct launch.slurm, launch.nnodes or launch.nproc_per_node",
             resumption="resume from the last complete checkpoint",
@@ -332,6 +336,7 @@ def submit_until_answered(
     remove: Callable[[Submission], None],
     say: Callable[[str], None],
     *,
+    stopped: Callable[[], bool] = lambda: False,
     what: str,
     advice: str,
     resumption: str,
@@ -344,13 +349,16 @@ def submit_until_answered(
         remove: function that cancels the job of a submission that was not confirmed. The controller
             may nevertheless start it, so the next submission has another token.
         say: function that shows a sentence.
+        stopped: function that returns True if this process must end: nothing is submitted again.
         what: what is submitted, for messages.
         advice: what to do if sbatch refuses it.
         resumption: what the same command does later, as an infinitive.
 
     Raises:
-        LaunchError: sbatch refused the job, or the controller did not answer several times.
+        LaunchError: sbatch refused the job, the controller did not answer several times or to the
+            cancellation, or this process must end.
     """
+    cause: LaunchError | None = None
     for tries in range(1, _SUBMISSIONS + 1):
         done = attempt(submission)
         match = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
@@ -358,22 +366,39 @@ def submit_until_answered(
             return Submission(submission.token, match[1])
         if not is_unanswered(done):
             raise LaunchError(f"sbatch refused {what}: {one_line(done)}: {advice}")
-        if tries < _SUBMISSIONS:
-            say(f"slurm: no answer to sbatch ({one_line(done)}); {what} is submitted again")
-            time.sleep(_SUBMISSION_PAUSE)
+        if tries == _SUBMISSIONS:
+            break
+        say(f"slurm: no answer to sbatch ({one_line(done)}); {what} is submitted again")
+        _wait(_SUBMISSION_PAUSE, stopped)
+        try:
             remove(submission)
-            submission = Submission.new()
+        except LaunchError as error:
+            cause = error
+            break
+        if stopped():
+            raise LaunchError(
+                f"this run ends before Slurm's controller answered to sbatch with {what} "
+                f"({one_line(done)}): start the same command again to {resumption}"
+            )
+        submission = Submission.new()
     raise LaunchError(
-        f"Slurm's controller did not answer {_SUBMISSIONS} times to sbatch with {what} "
-        f"({one_line(done)}): start the same command again when `scontrol ping` says that it is "
-        f"up, to {resumption}"
-    )
+        f"Slurm's controller did not answer {tries} time{'s' if tries > 1 else ''} to sbatch with "
+        f"{what} ({one_line(done)}): start the same command again when `scontrol ping` says that "
+        f"it is up, to {resumption}"
+    ) from cause
 
 
-def remove_jobs(name: str, job: str | None) -> None:
+def _wait(seconds: float, stopped: Callable[[], bool]) -> None:
+    """Wait some seconds, or until `stopped` returns True."""
+    end = time.monotonic() + seconds
+    while not stopped() and (remaining := end - time.monotonic()) > 0:
+        time.sleep(min(_TICK, remaining))
+
+
+def remove_jobs(name: str, job: str | None, stopped: Callable[[], bool] = lambda: False) -> None:
     """Cancel the jobs of a name and the one with an id, and wait until they have ended.
 
-    Raises LaunchError.
+    It returns earlier if `stopped` returns True. Raises LaunchError.
     """
     started = time.monotonic()
     while jobs := _unended_jobs(name, job):
@@ -384,6 +409,8 @@ def remove_jobs(name: str, job: str | None) -> None:
                 "was cancelled, or Slurm does not answer: look at it with scontrol show job, "
                 "and start again when it is gone"
             )
+        if stopped():
+            return
         time.sleep(_PAUSE)
 
 

@@ -1,7 +1,8 @@
 """The follower, with a scheduler that records its calls."""
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class RecordingScheduler:
     def remove(self, submission: Submission) -> None:
         self.calls.append("remove")
 
-    def submit(self, submission: Submission) -> Submission:
+    def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
         self.calls.append("submit")
         return Submission(submission.token, "7")
 
@@ -83,7 +84,7 @@ def test_job_is_cancelled_if_following_it_fails(
 
 def test_beat_is_that_of_the_submission_that_was_accepted(spec: BatchSpec) -> None:
     class Again(RecordingScheduler):
-        def submit(self, submission: Submission) -> Submission:
+        def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
             return Submission("accepted", "7")
 
         def look(self) -> Look | None:
@@ -95,7 +96,7 @@ def test_beat_is_that_of_the_submission_that_was_accepted(spec: BatchSpec) -> No
 
 def test_refused_submission_removes_the_spec_file(spec: BatchSpec) -> None:
     class Refusing(RecordingScheduler):
-        def submit(self, submission: Submission) -> Submission:
+        def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
             raise LaunchError("no such partition")
 
     spec.write()
@@ -105,6 +106,24 @@ def test_refused_submission_removes_the_spec_file(spec: BatchSpec) -> None:
     assert Submission.read(spec.folder) is not None, (
         "the next attempt asks whether the scheduler accepted the job"
     )
+
+
+def test_a_signal_ends_the_submission_and_removes_the_spec_file(
+    spec: BatchSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Unanswered(RecordingScheduler):
+        def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
+            assert not stopped()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopped()
+            raise LaunchError("this run ends before the answer")
+
+    spec.write()
+    assert Follower(spec, Unanswered()).follow() == 128 + signal.SIGTERM
+    assert not spec.path.exists()
+    assert Submission.read(spec.folder) is not None
+    assert not list(Path(spec.exit_directory).glob("launcher_reason*"))
+    assert "this run ends before the answer" in capsys.readouterr().out
 
 
 def test_silence_of_the_scheduler_is_logged_with_its_error(

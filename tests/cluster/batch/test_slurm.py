@@ -489,16 +489,25 @@ def test_sbatch_variables_that_hide_the_job_are_not_exported() -> None:
 BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
+def never() -> bool:
+    return False
+
+
 def replies_of_sbatch(
-    monkeypatch: pytest.MonkeyPatch, *replies: tuple[int, str, str]
+    monkeypatch: pytest.MonkeyPatch, *replies: tuple[int, str, str], down: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Answer sbatch in this order; return the names of jobs that are submitted and looked for."""
+    """Answer sbatch in this order; return the names of jobs that are submitted and looked for.
+
+    With `down`, squeue is not answered.
+    """
     left, submitted, removed = list(replies), list[str](), list[str]()
 
     def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
         if command[0] == "squeue":
             removed.extend(word for word in command if word.startswith("--name="))
-            return subprocess.CompletedProcess(command, 0, "", "")
+            return subprocess.CompletedProcess(command, int(down), "", "")
+        if command[0] == "scancel":
+            return subprocess.CompletedProcess(command, 1, "", "")
         text = Path(command[-1]).read_text()
         submitted.extend(re.findall(r"--job-name=(\S+)", text))
         return subprocess.CompletedProcess(command, *left.pop(0))
@@ -515,7 +524,7 @@ def test_a_job_is_submitted_again_under_another_name_if_the_controller_does_not_
     submitted, removed = replies_of_sbatch(monkeypatch, busy, (0, "12;cluster\n", ""))
     batch = spec(launch(slurm={"time_limit": "1:00"}), tmp_path)
     job, first = SlurmJob(batch), Submission("ab", None)
-    submission = job.submit(first)
+    submission = job.submit(first, never)
     assert submission.job == "12"
     assert submitted == [job.name("ab"), job.name(submission.token)]
     assert submission.token != "ab"
@@ -539,5 +548,31 @@ def test_a_job_that_cannot_be_submitted_is_an_error(
 ) -> None:
     submitted, _ = replies_of_sbatch(monkeypatch, *[(1, "", reply)] * tries)
     with pytest.raises(LaunchError, match=message):
-        SlurmJob(spec(launch(slurm={"time_limit": "1:00"}), tmp_path)).submit(Submission.new())
+        SlurmJob(spec(launch(slurm={"time_limit": "1:00"}), tmp_path)).submit(
+            Submission.new(), never
+        )
     assert len(submitted) == tries
+
+
+def test_a_controller_that_is_down_does_not_seem_to_have_an_earlier_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, _ = replies_of_sbatch(monkeypatch, (1, "", BUSY), down=True)
+    monkeypatch.setattr("megacore.cluster.batch.slurm.REMOVE_LIMIT", -1.0)
+    job = SlurmJob(spec(launch(slurm={"time_limit": "1:00"}), tmp_path))
+    with pytest.raises(LaunchError, match=r"did not answer 1 time to sbatch .*scontrol ping"):
+        job.submit(Submission.new(), never)
+    assert len(submitted) == 1
+
+
+@pytest.mark.parametrize("during", ["pause", "removal"])
+def test_a_job_is_not_submitted_again_after_a_signal(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, looked_for = replies_of_sbatch(monkeypatch, (1, "", BUSY), down=True)
+    if during == "pause":
+        monkeypatch.setattr("megacore.cluster.batch.slurm._SUBMISSION_PAUSE", 600.0)
+    job = SlurmJob(spec(launch(slurm={"time_limit": "1:00"}), tmp_path))
+    with pytest.raises(LaunchError, match=r"this run ends before Slurm's controller answered"):
+        job.submit(Submission.new(), lambda: during == "pause" or bool(looked_for))
+    assert (len(submitted), len(looked_for)) == (1, 1)
