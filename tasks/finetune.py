@@ -91,21 +91,19 @@ def finetuning_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
 def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
     """Fine-tune the model; a retry resumes from the last complete checkpoint.
 
-    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
-    new checkpoint.
+    It is retried when ranks were lost, a signal stopped them, or a disk or file server failed for a
+    cause that may pass: `launch.retries` times without a new checkpoint.
     """
     key = finetune_key(config, pretrained, examples)
     directory = artifact_directory(key)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    with workspace_errors(directory), held as descriptor:
+    counted = counted_failures(directory, str(task_run.id), config.launch.retries)
+    with counted, held as descriptor:
         ran = artifact_problem(key, config) is not None
         if ran:
-            with (
-                devices(config.launch, trains=True),
-                counted_failures(directory, str(task_run.id), config.launch.retries),
-            ):
+            with devices(config.launch, trains=True):
                 _run(config, key, directory, pretrained, examples, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
@@ -118,7 +116,7 @@ def _run(
     examples: Artifact,
     held: int,
 ) -> None:
-    """Train and seal the run; `held` is the descriptor of its lock, which the ranks hold too."""
+    """Train and seal the run; `held` is the descriptor of its lock, which the guard keeps too."""
     from tasks.finetune_preflight import check_cost
 
     check_cost(config, pretrained, examples)

@@ -157,23 +157,21 @@ def training_problem(
 def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
     """Train to `train.train_iters`; a retry resumes from the last complete checkpoint.
 
-    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
-    new checkpoint.
+    It is retried when ranks were lost, a signal stopped them, or a disk or file server failed for a
+    cause that may pass: `launch.retries` times without a new checkpoint.
     """
     directory = run_directory(config, tokens, tokenizer)
     key = train_key(config, tokens, tokenizer, index)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    with workspace_errors(directory), held as descriptor:
+    counted = counted_failures(directory, str(task_run.id), config.launch.retries)
+    with counted, held as descriptor:
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
             _refuse_other_order(config, directory, tokens, index)
-            with (
-                devices(config.launch, trains=True),
-                counted_failures(directory, str(task_run.id), config.launch.retries),
-            ):
+            with devices(config.launch, trains=True):
                 _run(config, key, directory, tokens, tokenizer, index, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
@@ -212,7 +210,7 @@ def _run(
     index: Artifact,
     held: int,
 ) -> None:
-    """Train and seal the run; `held` is the descriptor of its lock, which the ranks hold too."""
+    """Train and seal the run; `held` is the descriptor of its lock, which the guard keeps too."""
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory)

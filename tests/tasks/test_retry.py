@@ -3,6 +3,8 @@
 import errno
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from tasks._logging import CountedRetries, SentenceFilter
 from tasks._retry import FAILURES_FILE, Failures, counted_failures, pretraining_may_retry
 from tasks.download import download
 from tasks.evaluate import evaluate
+from tasks.finetune import finetune
 from tasks.train import train
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
@@ -156,6 +159,61 @@ def test_an_error_of_the_disk_in_this_process_counts_too(run: FakeRun) -> None:
     ):
         raise OSError(errno.EIO, "Input/output error", "events.jsonl")
     assert Failures.read(run.directory, "a").count == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        (
+            "train",
+            [
+                "lock",
+                "training_problem",
+                "_refuse_to_shorten",
+                "_refuse_other_order",
+                "open_artifact",
+            ],
+        ),
+        ("finetune", ["lock", "artifact_problem", "open_artifact"]),
+    ],
+)
+def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
+    module: str, calls: list[str], run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {"train": train, "finetune": finetune}[module]
+    logger = SimpleNamespace(info=lambda text: None)
+    done: dict[str, Any] = {
+        "get_run_logger": lambda: logger,
+        "holder_name": lambda: "",
+        "lock": lambda *arguments, **options: nullcontext(3),
+        "devices": lambda *arguments, **options: nullcontext(),
+        "_run": lambda *arguments: None,
+        f"{module}_key": lambda *arguments: None,
+        {"train": "training_problem", "finetune": "artifact_problem"}[module]: (
+            lambda *arguments: "it is new"
+        ),
+        **{name: lambda *arguments: None for name in calls if name.startswith("_refuse")},
+        **({"artifact_directory": lambda key: run.directory} if module == "finetune" else {}),
+    }
+    for name, function in done.items():
+        monkeypatch.setattr(f"tasks.{module}.{name}", function)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", "manifest.json")
+
+    @contextmanager
+    def failing_lock(*arguments: object, **options: object) -> Iterator[int]:
+        fail()
+        yield 3
+
+    inputs = [run.config, *[None] * (3 if module == "train" else 2)]
+    for number, name in enumerate(calls, start=1):
+        run.task_run.run_count = number
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tasks.{module}.{name}", failing_lock if name == "lock" else fail)
+            with pytest.raises(TransientFileError, match="Stale file handle"):
+                task.fn(*inputs)
+        assert Failures.read(run.directory, "None").count == number, name
 
 
 def test_checkpoints_that_cannot_be_listed_at_the_start_are_no_progress(
