@@ -22,7 +22,13 @@ from megacore.models.base import (
     loss_sums,
 )
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.evaluate import BetweenRounds, Evaluation, batches_of_rank, evaluate
+from megacore.train.evaluate import (
+    BetweenRounds,
+    Evaluation,
+    _rounds,
+    batches_of_rank,
+    evaluate,
+)
 from tests._dist import run_distributed
 from tests.train import _runs
 
@@ -183,6 +189,22 @@ def test_rounds_do_not_change_a_bit_and_last_about_a_second(data: Path) -> None:
     assert score_blend(data, ProcessMesh.serial(), size=1, between=between) == whole
     assert len(rounds) == 4
     assert all(0 <= each < 60 for each in rounds)
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "seconds", "sizes"),
+    [
+        (17, 1, [0.2, 0.9, 1.5, 5.0, 0.2], [1, 2, 4, 4, 2, 4]),
+        (8, 2, [9.0, 0.2, 9.0], [2, 2, 4]),  # a pipeline is filled in each round
+    ],
+)
+def test_rounds_grow_until_a_second_and_are_halved_after_two(
+    count: int, stages: int, seconds: list[float], sizes: list[int]
+) -> None:
+    slowest = iter(seconds)
+    rounds = list(_rounds(count, stages, torch.device("cpu"), lambda measured: next(slowest)))
+    assert [len(each) for each in rounds] == sizes
+    assert [number for each in rounds for number in each] == list(range(count))
 
 
 def test_an_error_between_rounds_ends_the_evaluation(data: Path) -> None:
