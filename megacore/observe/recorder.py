@@ -63,6 +63,16 @@ class Recorder:
                     checkpoints.pop(int(event["iteration"]), None)
         return checkpoints
 
+    def kinds_at(self, iteration: int) -> frozenset[str]:
+        """Return the kinds of the events of an iteration (rank 0 only)."""
+        if not self._events:
+            return frozenset()
+        return frozenset(
+            str(event["kind"])
+            for event, _ in EventReader(self._path)
+            if event.get("iteration") == iteration
+        )
+
     def warning(self, message: str) -> None:
         """Log a warning and write it as an event."""
         if self._events:

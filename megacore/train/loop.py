@@ -200,11 +200,14 @@ class Trainer:
         )
         if path is None or Marker.read(path).validation_loss is not None:
             return None
-        # The previous attempt skipped them because of a signal.
+        # The attempt that saved it skipped them because of a signal. An earlier start may have made
+        # up for them: the marker does not change, because other runs' keys may have its digest.
+        measured = self._ranks.on_first(lambda: self._recorder.kinds_at(self.state.iteration))
         try:
-            if self.state.iteration > 0 and self._evaluation_due:
+            if self.state.iteration > 0 and self._evaluation_due and "evaluation" not in measured:
                 self._evaluate()
-            self._measure_perplexity()
+            if "perplexity" not in measured:
+                self._measure_perplexity()
         except _SignalledError:
             return "signal"
         return None

@@ -234,7 +234,9 @@ def test_signal_at_the_last_iteration_saves_first_and_the_next_start_evaluates(
     assert exits(tmp_path) == [("signal", 6), ("finished", 6)]
     for kind, value in (("evaluation", "lm_loss"), ("perplexity", "valid_loss")):
         assert set(reported(tmp_path, kind, value)) == set(reported(whole, kind, value))
-    assert len(_runs.events(tmp_path, "perplexity")) == 1
+    _runs.train(run(), data, tmp_path, attempt=3)  # measures nothing again
+    for kind in ("evaluation", "perplexity"):
+        assert len(_runs.events(tmp_path, kind)) == 1
     weights = [
         read_tensors(directory / "checkpoints/iter_0000006") for directory in (whole, tmp_path)
     ]
