@@ -97,8 +97,14 @@ def measured_epochs(
         member["tokens"] if by_tokens else member["samples"] // member["epochs"]
         for member in members
     ]
-    # A blend has a few more samples than the training, which it reads in a random order.
-    drawn = [samples * length * member["drawn"] / train["samples"] for member in members]
+    steps = tuple(WeightStep(*step) for step in blend_steps(config.data))
+    if steps and samples < train["samples"]:
+        # The training ends before the maps, so it reads less of what the later weights add.
+        weights = _weights(config.data, [member["tokens"] for member in members])
+        drawn = [part * length for part in targets(phases(weights, steps, samples))]
+    else:
+        # A blend has a few more samples than the training, which it reads in a random order.
+        drawn = [samples * length * member["drawn"] / train["samples"] for member in members]
     return _epochs(
         config, samples * length, sizes, drawn, unit="tokens" if by_tokens else "samples"
     )

@@ -52,6 +52,23 @@ def test_blend_counts_the_epochs_of_each_source() -> None:
     assert "makes 5 epochs over /data/b.jsonl: repeated" in warning
 
 
+def test_epochs_of_maps_that_are_longer_than_the_training_are_those_of_its_samples() -> None:
+    """800 of 1,600 planned samples are read; the others are all from the second source."""
+    schedule = [{"samples": 800, "weights": [0, 1]}]
+    members = [
+        {"tokens": 6000, "samples": 600, "epochs": 1, "drawn": 600},
+        {"tokens": 4000, "samples": 1200, "epochs": 3, "drawn": 1000},
+    ]
+    counts = {"tokens": 10_000, "samples": 1600, "members": members}
+    run = config(**BLEND, **{"data.blend_schedule": schedule})
+    assert dict(measured_epochs(run, counts).sources) == {
+        "/data/a.jsonl": 1.0,
+        "/data/b.jsonl": 0.5,
+    }
+    whole = measured_epochs(run, counts, 1600)
+    assert dict(whole.sources) == {"/data/a.jsonl": 1.0, "/data/b.jsonl": 2.5}
+
+
 def test_estimate_divides_the_tokens_by_split_and_weight_and_says_so() -> None:
     run = config(**BLEND, **{"data.split": "8,1,1"})
     epochs = estimated_epochs(run, [7500, 2500], "data.split")
