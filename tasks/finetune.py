@@ -116,7 +116,10 @@ def _run(
     examples: Artifact,
     held: int,
 ) -> None:
-    """Train and seal the run; `held` is the descriptor of its lock, which the guard keeps too."""
+    """Train and seal the run.
+
+    `held` is the descriptor of its lock, which the guard of the ranks keeps.
+    """
     from tasks.finetune_preflight import check_cost
 
     check_cost(config, pretrained, examples)

@@ -210,7 +210,10 @@ def _run(
     index: Artifact,
     held: int,
 ) -> None:
-    """Train and seal the run; `held` is the descriptor of its lock, which the guard keeps too."""
+    """Train and seal the run.
+
+    `held` is the descriptor of its lock, which the guard of the ranks keeps.
+    """
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory)
@@ -238,13 +241,15 @@ def _run(
 def _require_checkpoint_space(config: RunConfig, directory: Path, vocab_size: int) -> None:
     """Refuse to train without room for the checkpoints that are not there yet.
 
-    Raises WorkspaceError.
+    Raises WorkspaceError, FileAccessError.
     """
+    from megacore.checkpoint.format import complete_checkpoints
     from megacore.plan.preflight import checkpoints_on_disk
 
     number, size = checkpoints_on_disk(config, vocab_size)
     checkpoints = directory / CHECKPOINTS_NAME
-    there = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
+    # Stale ones, such as one whose deletion failed, do not count: they are no room.
+    there = sum(marker.size_bytes for marker in complete_checkpoints(checkpoints).values())
     require_space(
         checkpoints,
         number * size - there,

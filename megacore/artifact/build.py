@@ -200,8 +200,9 @@ def lock(
     """Hold the lock of `target` for the duration of the block and yield its descriptor.
 
     The lock is the file `.<name>.lock` next to `target`, with the name of its holder. The kernel
-    releases it when the holder and all processes that inherited the descriptor have ended. This
-    also holds on NFS, whose client keeps the lock on the server until the last of them closes it.
+    releases it when the holder and all processes that inherited the descriptor have ended, of a
+    training its guard, which waits for the ranks as `megacore.launch.guard` describes. This also
+    holds on NFS, whose client keeps the lock on the server until the last of them closes it.
 
     Args:
         target: file or directory to lock.

@@ -26,7 +26,8 @@ the job's mark in their environment.
 
 The guard inherits the descriptor of the run's lock and does not pass it on. After the end of its
 parent the lock is therefore held until all ranks have ended, those on other hosts and those of a
-scheduler's job included, because the command waits for them.
+scheduler's job included, because the command waits for them; at most for the grace period and
+KILL_LIMIT, and only until the guard itself is killed by SIGKILL.
 
 On a remote host the guard runs between ssh and the ranks of that host: stdin ends when either side
 closes the connection.

@@ -6,12 +6,14 @@ import pytest
 
 from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
+from megacore.checkpoint.format import FileRecord, Marker
 from megacore.config import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob, EvaluateJob, TrainJob
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.train.state import TrainState
+from tasks import train
 from tasks.index import requested_samples
 from tasks.preflight import planned_epochs
 from tasks.train import job_of, make_job, training_counts
@@ -35,6 +37,22 @@ def test_number_of_samples_follows_from_the_batches(run_directory: Path) -> None
     counts = training_counts(run_directory, config, index)
     assert (counts["tokens"], counts["epochs"]) == (200 * 16, 2.0)
     assert training_counts(run_directory, ramp, index)["tokens"] == 190 * 16
+
+
+def test_only_complete_checkpoints_are_subtracted_from_the_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "checkpoints"
+    complete, stale = root / "iter_0000004", root / "iter_0000002.tmp-12-ab"
+    for directory in (complete, stale):
+        directory.mkdir(parents=True)
+        (directory / "__0_0.distcp").write_bytes(bytes(40))
+    Marker(4, None, {"__0_0.distcp": FileRecord.of(complete / "__0_0.distcp")}).write(complete)
+    needed: list[int] = []
+    monkeypatch.setattr("megacore.plan.preflight.checkpoints_on_disk", lambda *values: (3, 100))
+    monkeypatch.setattr("tasks.train.require_space", lambda path, size, why: needed.append(size))
+    train._require_checkpoint_space(make_config(), tmp_path, 128)
+    assert needed == [300 - 40]
 
 
 def test_samples_of_a_resumed_run_begin_at_those_of_the_checkpoint(
