@@ -21,7 +21,7 @@ from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
 from megacore.artifact.files import access_error, require_space, workspace_errors
 from megacore.artifact.manifest import depth_of
-from megacore.artifact.workspace import workspace_root
+from megacore.artifact.workspace import FOLDERS, workspace_root
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -50,8 +50,11 @@ class StageResult(BaseModel):
     def _in_this_workspace(cls, value: Any) -> Any:
         if not isinstance(value, dict):  # an artifact of this process
             return value
-        folder = Workspace(workspace_root()).folder(value["stage"])
-        return value | {"path": str(folder / Path(value["path"]).name)}
+        stage, path = value.get("stage"), value.get("path")
+        if stage not in FOLDERS or not isinstance(path, str):
+            return value  # of a damaged record: the fields are checked next
+        folder = Workspace(workspace_root()).folder(stage)
+        return value | {"path": str(folder / Path(path).name)}
 
 
 Result = TypeVar("Result", bound=StageResult | State[Any])

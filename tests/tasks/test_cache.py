@@ -9,6 +9,7 @@ import pytest
 from prefect.serializers import JSONSerializer
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.states import Failed
+from pydantic import ValidationError
 
 from megacore.artifact import Artifact, StageKey, Workspace, build_artifact, open_artifact
 from megacore.config import RunConfig, load_config
@@ -94,6 +95,14 @@ def test_record_of_a_moved_workspace_refers_to_its_new_place(
     result = JSONSerializer().loads(record)
     assert isinstance(result, StageResult)
     assert result.artifact == open_artifact(moved / "corpora" / KEY.key)
+
+
+@pytest.mark.parametrize("lost", ["stage", "path"])
+def test_damaged_record_is_a_validation_error(artifact: Artifact, lost: str) -> None:
+    values = StageResult(artifact=artifact, ran=True).model_dump()
+    del values["artifact"][lost]
+    with pytest.raises(ValidationError, match=rf"artifact\.{lost}\n +Field required"):
+        StageResult.model_validate(values)
 
 
 def test_artifact_with_another_key_is_refused(config: RunConfig, artifact: Artifact) -> None:
