@@ -25,9 +25,16 @@ def convert_key(
     index: Artifact,
     checkpoint: str | None = None,
 ) -> StageKey:
-    """Return the key of the exported model; None stands for the best checkpoint."""
+    """Return the key of the exported model; None stands for the best checkpoint.
+
+    Raises:
+        CheckpointError: if the checkpoint that the run continues from does not describe its model.
+        ConversionError: if the tokenizer's configuration is damaged.
+        DataFormatError: if the tokenizer's other files are damaged.
+    """
     chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
-    parameters = key_parameters(config, "convert", chosen)
+    named = _begin_and_ends(config, trained, tokens, tokenizer, index)
+    parameters = key_parameters(config, "convert", chosen | named)
     return StageKey.of(
         "convert",
         stages.CONVERT_VERSION,
@@ -36,6 +43,21 @@ def convert_key(
         evaluation=evaluation,
         tokenizer=tokenizer,
     )
+
+
+def _begin_and_ends(
+    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> dict[str, Any]:
+    """Return the begin token and further ends that the export names, where there are any.
+
+    Without them its content is that of earlier versions, which had eod only.
+    """
+    from megacore.convert.tokenizers import with_begin
+
+    job = job_of(config, trained.directory, tokens, tokenizer, index, ranks=1, threads=1)
+    special = with_begin(job.spec, tokenizer.directory).special_tokens
+    values = special.model_dump(mode="json", include={"bos", "ends"})
+    return {role: value for role, value in values.items() if value not in (None, [])}
 
 
 @stage_task("convert", convert_key)

@@ -1,5 +1,6 @@
 """Effect of each configuration field on the keys of the stages it declares."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from megacore.artifact import Artifact, StageKey
 from megacore.config import FinetuneConfig, RunConfig, load_config
 from megacore.config.base import FinetuneStage, PretrainStage, Section
 from megacore.config.load import parse_finetune_config
+from megacore.config.spec import ModelSpec
 from megacore.corpus.segments import Segment
 from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
@@ -54,7 +56,9 @@ class Files:
 
     def __post_init__(self) -> None:
         rows = '{"text": "a", "label": 0}\n'
+        model = ModelSpec.of(load_config("gpt2-tiny"), 512).model_dump(mode="json")
         for name in "ab":
+            self.write(f"{name}/checkpoint/state.json", json.dumps({"model": model}))
             for file in (
                 "rows.jsonl",
                 "words.txt",
@@ -116,7 +120,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
     )
     corpus, tokenizer, index = (
         artifact("collect"),
-        artifact("tokenizer", vocab_size=512),
+        artifact("tokenizer", vocab_size=512, special_tokens={}),
         artifact("index"),
     )
     trained, evaluation = artifact("train"), artifact("evaluate", best="iter_0000001")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
@@ -12,6 +13,7 @@ from megacore.checkpoint.format import Marker
 from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import CheckpointError, ConfigError
+from tasks.convert import convert_key
 from tasks.preflight import check_machine
 from tasks.train import check_pretrained, job_of, run_key
 from tests.tasks.conftest import make_config
@@ -44,6 +46,12 @@ def key(config: RunConfig) -> str:
     return run_key(config, INPUT, INPUT).key
 
 
+def tokens_at(directory: Path) -> Artifact:
+    """Return token files in `directory`, without content."""
+    (directory / "tokens_text_document.idx").touch()
+    return INPUT.model_copy(update={"path": str(directory)})
+
+
 @pytest.mark.parametrize("section", ["train.pretrained_checkpoint", "resume.checkpoint"])
 def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section: str) -> None:
     config = make_config()
@@ -52,8 +60,7 @@ def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section:
     special = SpecialTokens(eod=2, pad=3)
     counts = {"vocab_size": 500, "special_tokens": special.model_dump(mode="json")}
     tokenizer = INPUT.model_copy(update={"counts": counts})
-    tokens = INPUT.model_copy(update={"path": str(tmp_path)})
-    (tmp_path / "tokens_text_document.idx").touch()
+    tokens = tokens_at(tmp_path)
 
     def tokens_of(config: RunConfig) -> SpecialTokens:
         job = job_of(config, tmp_path / "run", tokens, tokenizer, INPUT, ranks=1, threads=1)
@@ -64,6 +71,35 @@ def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section:
     changed = getattr(config, name).model_copy(update={field: str(path)})
     continued = tokens_of(config.model_copy(update={name: changed}))
     assert continued == special.model_copy(update={"bos": 0, "ends": (1, 499)})
+
+
+def test_an_export_runs_again_only_if_it_names_a_begin_or_further_ends(tmp_path: Path) -> None:
+    tokens, counts = tokens_at(tmp_path), {"vocab_size": 500, "special_tokens": {"eod": 1}}
+    evaluation = INPUT.model_copy(update={"counts": {"best": "iter_0000001"}})
+
+    def parameters(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
+        write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<e>", **settings})
+        tokenizer = tokens.model_copy(update={"counts": counts})
+        return convert_key(config, INPUT, evaluation, tokens, tokenizer, INPUT).parameters
+
+    vocabulary = {"<b>": 0, "<e>": 1}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<e>"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = make_config()
+    plain = parameters(config, {})
+    assert plain["checkpoint"] == "iter_0000001"
+    assert not {"bos", "ends"} & plain.keys()
+    assert parameters(config, {"bos_token": "<e>"}) == plain
+    assert parameters(config, {"bos_token": "<b>"}) == plain | {"bos": 0}
+    for number, (earlier, expected) in enumerate(
+        [
+            (SpecialTokens(eod=1), {}),
+            (SpecialTokens(eod=1, bos=7), {"bos": 7}),
+            (SpecialTokens(eod=1, bos=7, ends=(2, 3)), {"bos": 7, "ends": [2, 3]}),
+        ]
+    ):
+        path = checkpoint(tmp_path / str(number) / "iter_0000000", config, special=earlier)
+        assert parameters(config_from(path), {}) == plain | expected
 
 
 def test_key_depends_on_the_initial_checkpoint_and_not_its_path(tmp_path: Path) -> None:
