@@ -141,8 +141,9 @@ def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
     if not getattr(model, "is_encoder_decoder", False):
         return None
     end = end_id(tokenizer, model)
-    # Multilingual tokenizers add a language after the end.
-    return None if end in tokenizer("a")["input_ids"][1:] else end
+    ids = tokenizer("a")["input_ids"]
+    # Multilingual tokenizers add a language after the end; others may have no token for the text.
+    return None if ids[-1:] == [end] or end in ids[1:] else end
 
 
 def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
@@ -155,16 +156,21 @@ def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
 def with_begin(spec: ModelSpec, directory: Path) -> ModelSpec:
     """Return a decoder's spec with the bos_token that the tokenizer in `directory` names.
 
-    A tokenizer of megacore that names none, or one outside the vocabulary, changes nothing.
+    The directory is one of megacore or transformers. A tokenizer that names none, or one outside
+    the vocabulary, changes nothing.
 
     Raises:
-        ConversionError: if tokenizer_config.json is damaged.
+        ConversionError: if tokenizer_config.json is damaged or no token ends a document.
         DataFormatError: if the tokenizer's files are damaged.
     """
-    text = _content(_settings(directory).get("bos_token"))
+    settings = _settings(directory)
+    text = _content(settings.get("bos_token"))
     if spec.family != "gpt" or text is None:
         return spec
-    token, special = load_tokenizer(directory).token_id(text), spec.special_tokens
+    tokenizer = _read(directory, settings)
+    if tokenizer is None:
+        return spec
+    token, special = tokenizer.token_id(text), spec.special_tokens
     if token is None or token >= spec.vocab_size:
         return spec
     bos = None if token == special.eod else token

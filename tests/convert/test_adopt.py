@@ -78,6 +78,20 @@ def test_a_source_lacks_the_end_that_its_tokenizer_does_not_add(
     assert missing_end(tokenizer, PretrainedConfig(eos_token_id=2)) is None
 
 
+def test_a_tokenizer_without_a_token_for_the_text_adds_the_end_as_the_only_id() -> None:
+    import tokenizers
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"x": 0, "</s>": 1}, []))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenizer("a")["input_ids"] == [1]
+    model = PretrainedConfig(is_encoder_decoder=True, eos_token_id=1)
+    assert missing_end(tokenizer, model) is None
+
+
 def test_settings_without_an_end_of_document_are_refused(tmp_path: Path) -> None:
     byte_level().save(tmp_path)
     path = tmp_path / "tokenizer_config.json"

@@ -161,6 +161,61 @@ def test_begin_and_ends_of_a_text_return(
     assert load_exported(again).generation_config.eos_token_id == expected["eos"]
 
 
+def write_given_tokenizer(directory: Path, form: str) -> None:
+    """Write a transformers tokenizer with begin <begin> = 0 and end <end> = 1 in one of its forms.
+
+    None of the forms is that of `load_tokenizer`.
+    """
+    import tokenizers
+
+    directory.mkdir()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = dict.fromkeys(("<begin>", "<end>", "a", *alphabet, "<|endoftext|>"))
+    vocabulary = {word: number for number, word in enumerate(words)}
+    roles: dict[str, Any] = {"bos_token": "<begin>", "eos_token": "<end>"}
+    settings: dict[str, Any] = roles
+    if form == "vocab.json":
+        (directory / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+        (directory / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    else:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+        backend.save(str(directory / "tokenizer.json"))
+    if form == "objects":
+        settings = {
+            role: {"__type": "AddedToken", "content": token, "special": True}
+            for role, token in roles.items()
+        }
+    elif form == "special_tokens_map.json":
+        settings = {}
+        (directory / form).write_text(json.dumps(roles), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", ["vocab.json", "objects", "special_tokens_map.json"])
+@pytest.mark.parametrize("begin", [True, False], ids=["begin", "begin of config.json"])
+def test_an_export_takes_the_begin_of_a_given_transformers_tokenizer(
+    form: str, begin: bool, tmp_path: Path
+) -> None:
+    given, again = tmp_path / "given", tmp_path / "again"
+    write_given_tokenizer(given, form)
+    if not begin:
+        for path in (given / "special_tokens_map.json", given / "tokenizer_config.json"):
+            if path.is_file():
+                values = json.loads(path.read_text(encoding="utf-8"))
+                values.pop("bos_token", None)
+                path.write_text(json.dumps(values), encoding="utf-8")
+    model = their_model(tiny_spec("llama").model_copy(update={"vocab_size": 300}))
+    model.save_pretrained(tmp_path / "hf")
+    config(bos_token_id=2, eos_token_id=1)(tmp_path / "hf")
+    import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+    export_hf(open_source(tmp_path / "imported", given), again)
+    assert ids_of(again, "config.json") == {"bos": 0 if begin else 2, "eos": 1}
+    before = json.loads((given / "tokenizer_config.json").read_text(encoding="utf-8"))
+    after = json.loads((again / "tokenizer_config.json").read_text(encoding="utf-8"))
+    expected = before | ({} if begin else {"bos_token": "a"})
+    assert after == expected | {"model_max_length": after["model_max_length"]}
+
+
 def test_a_damaged_generation_config_is_refused(gpt2_copy: Path) -> None:
     (gpt2_copy / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConversionError, match=r"generation_config\.json is not JSON .*: copy it"):

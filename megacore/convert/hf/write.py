@@ -23,8 +23,8 @@ from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.key_map import KeyMap
+from megacore.convert.tokenizers import read_tokenizer
 from megacore.errors import ConversionError
-from megacore.tokenizer import load_tokenizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
@@ -119,10 +119,12 @@ def _ends(first: int | None, special: SpecialTokens) -> int | list[int] | None:
 def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
     """Copy the tokenizer's files and set its `model_max_length` to the model's positions.
 
-    A tokenizer without a bos_token gets the model's, if it has one that is not eod.
+    The source is a directory of megacore or transformers. A tokenizer without a bos_token gets the
+    model's, if it has one that is not eod.
 
     Raises:
-        ConversionError: if the tokenizer's configuration cannot be read.
+        ConversionError: if the tokenizer's configuration cannot be read or no token ends a
+            document.
         DataFormatError: if its other files are damaged.
     """
     path = source / _TOKENIZER_CONFIG
@@ -138,8 +140,9 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
                 shutil.copyfile(source / name, directory / name)
     bos = spec.special_tokens.bos
     if bos is not None and settings.get("bos_token") is None:
-        tokens = load_tokenizer(source).tokens()
-        if bos < len(tokens) and tokens[bos]:
+        tokenizer, roles = read_tokenizer(source)
+        tokens = [] if tokenizer is None else tokenizer.tokens()
+        if roles.get("bos_token") is None and bos < len(tokens) and tokens[bos]:
             settings["bos_token"] = tokens[bos]
     write_json(
         directory / path.name, {**settings, "model_max_length": spec.max_position_embeddings}
