@@ -48,7 +48,7 @@ from megacore.compare.side import (
 )
 from megacore.compare.tokenizers import compare_tokenizers
 from megacore.compare.weights import Difference, compare_weights
-from megacore.config.spec import ModelSpec
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.config import CONFIG_NAME
 from megacore.convert.hf.forms import model_config
 from megacore.errors import ConversionError, MegacoreError
@@ -474,16 +474,24 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def config_token_findings(a: Side, b: Side) -> list[Finding]:
-    """Return the token ids of two config.json that differ and that no specification contains."""
+    """Return the token ids of two config.json that differ and that no specification contains.
+
+    Ends that one model has in config.json and the other in generation_config.json do not differ.
+    """
     findings = []
+    first, second = a.spec.special_tokens, b.spec.special_tokens
     for key in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"):
         ours, theirs = a.values.get(key), b.values.get(key)
         if ours is None or theirs is None or ours == theirs:
             continue
-        if key == "eos_token_id" and a.spec.special_tokens.eod != b.spec.special_tokens.eod:
+        if key == "eos_token_id" and (first.eod != second.eod or _ends(first) == _ends(second)):
             continue
-        if key == "pad_token_id" and a.spec.special_tokens.pad != b.spec.special_tokens.pad:
+        if key == "pad_token_id" and first.pad != second.pad:
             continue
         sentence = f"config.json has {key} {ours} in A, {theirs} in B"
         findings.append(Finding("tokenizer", "special_tokens", sentence, (key,), ours, theirs))
     return findings
+
+
+def _ends(special: SpecialTokens) -> set[int | None]:
+    return {special.eod, *special.ends}

@@ -19,7 +19,12 @@ from megacore.checkpoint.format import reading
 from megacore.compare.report import Finding, listed
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import CONFIG_NAME, HfConfig
-from megacore.convert.hf.directory import Reader, tensor_readers, tied_as_in_files
+from megacore.convert.hf.directory import (
+    Reader,
+    tensor_readers,
+    tied_as_in_files,
+    with_ends_of_generation,
+)
 from megacore.convert.hf.forms import FORMS, HfForm, model_config, read_spec
 from megacore.convert.imported import OPENERS
 from megacore.convert.key_map import KeyMap, Shape
@@ -256,7 +261,7 @@ def _transformers_side(directory: Path, values: Mapping[str, Any]) -> Side:
     hf_class, spec = read_spec(config)
     form = FORMS[config.get("model_type", str)]
     readers = tensor_readers(directory)
-    spec = tied_as_in_files(spec, form, readers)
+    spec = with_ends_of_generation(tied_as_in_files(spec, form, readers), directory)
     return Side(
         directory,
         "hf",

@@ -38,6 +38,11 @@ class SpecialTokens(Section):
         """Token that an export names as the first of a text: bos, else eod."""
         return self.eod if self.bos is None else self.bos
 
+    def all_ends(self, first: int | None) -> int | list[int] | None:
+        """Return the tokens that end a text, `first` of them first, in transformers' form."""
+        ends = [each for each in dict.fromkeys((first, *self.ends)) if each is not None]
+        return ends if len(ends) > 1 else next(iter(ends), None)
+
     def with_ends(self, ids: Iterable[int], vocab_size: int) -> Self:
         """Return the tokens with those of `ids` that the vocabulary has as further ends."""
         ends = [each for each in (*self.ends, *ids) if each < vocab_size and each != self.eod]

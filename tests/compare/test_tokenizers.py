@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from megacore.compare.models import config_token_findings
+from megacore.compare.side import Side
 from megacore.compare.tokenizers import compare_tokenizers
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.corpus.documents import CorpusWriter
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._tiny import documents, tiny_config
@@ -92,3 +95,19 @@ def test_another_end_of_documents_is_named(original: Path, tmp_path: Path) -> No
 def test_a_copy_is_equal(original: Path, tmp_path: Path) -> None:
     shutil.copytree(original, tmp_path / "copy")
     assert compare_tokenizers(original, tmp_path / "copy") == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "differs"), [((2, 3), False), ((3, 2), False), ((2,), True), ((), True)]
+)
+def test_ends_of_a_text_differ_by_what_all_files_of_a_model_say(
+    ends: tuple[int, ...], differs: bool
+) -> None:
+    def side(value: int | list[int], ends: tuple[int, ...]) -> Side:
+        special = SpecialTokens(eod=1, ends=ends)
+        spec = ModelSpec.of(tiny_config(), 100, special)
+        values = {"eos_token_id": value}
+        return Side(Path("m"), "hf", "gpt2", spec, lambda _: pytest.fail("read"), values=values)
+
+    findings = config_token_findings(side([1, 2, 3], (2, 3)), side(1, ends))
+    assert [finding.where for finding in findings] == ([("eos_token_id",)] if differs else [])

@@ -51,13 +51,23 @@ def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
             generation_config.json is damaged, or the files of a T5 are missing or damaged.
     """
     hf_class, spec = read_spec(HfConfig.read(directory))
-    if (directory / GENERATION_NAME).is_file():
-        ends = HfConfig.read(directory, GENERATION_NAME).tokens("eos_token_id")
-        special = spec.special_tokens.with_ends(ends, spec.vocab_size)
-        spec = spec.model_copy(update={"special_tokens": special})
+    spec = with_ends_of_generation(spec, directory)
     if spec.family != "t5":
         return hf_class, spec
     return hf_class, tied_as_in_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
+
+
+def with_ends_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return the spec with the further ends that generation_config.json names, if it exists.
+
+    Raises:
+        ConversionError: if generation_config.json is damaged.
+    """
+    if not (directory / GENERATION_NAME).is_file():
+        return spec
+    ends = HfConfig.read(directory, GENERATION_NAME).tokens("eos_token_id")
+    special = spec.special_tokens.with_ends(ends, spec.vocab_size)
+    return spec.model_copy(update={"special_tokens": special})
 
 
 def tied_as_in_files(spec: ModelSpec, form: HfForm, names: Iterable[str]) -> ModelSpec:

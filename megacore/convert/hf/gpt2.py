@@ -87,7 +87,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "layer_norm_epsilon": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "bos_token_id": special.begin,
-        "eos_token_id": special.eod,
+        "eos_token_id": special.all_ends(special.eod),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

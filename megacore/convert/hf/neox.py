@@ -67,7 +67,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "rotary_pct": model.rotary_percent,
         "rotary_emb_base": model.rotary_base,
         "bos_token_id": special.begin,
-        "eos_token_id": special.eod,
+        "eos_token_id": special.all_ends(special.eod),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
-from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
@@ -97,23 +97,17 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
         case "gpt":
             ids = {
                 "bos_token_id": special.begin,
-                "eos_token_id": _ends(eod, special),
+                "eos_token_id": special.all_ends(eod),
                 "pad_token_id": eod,
             }
             return {key: value for key, value in ids.items() if value is not None} | SAMPLING
         case "t5":
             start = special.pad or 0
-            end = _ends(eod if special.sep is None else special.sep, special)
+            end = special.all_ends(eod if special.sep is None else special.sep)
             ends = {} if end is None else {"eos_token_id": end}
             return {"decoder_start_token_id": start, "pad_token_id": start, **ends}
         case "bert":
             return {}
-
-
-def _ends(first: int | None, special: SpecialTokens) -> int | list[int] | None:
-    """Return the tokens that end a text, `first` of them first, in transformers' form."""
-    ends = [each for each in dict.fromkeys((first, *special.ends)) if each is not None]
-    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
