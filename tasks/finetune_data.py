@@ -89,13 +89,15 @@ def dataset(config: FinetuneConfig) -> StageResult:
 
 
 def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact) -> StageKey:
-    """Return the key of the samples: rows, tokenizer, and task options."""
-    from megacore.finetune.examples import EXAMPLES_VERSION
+    """Return the key of the samples: rows, tokenizer, and task options.
 
+    Raises ConfigError if the model's config.json cannot be read.
+    """
+    from megacore.finetune.examples import examples_version
+
+    version = examples_version(config, pretrained.directory)
     parameters = key_parameters(config, "examples")
-    return StageKey.of(
-        "examples", EXAMPLES_VERSION, parameters, dataset=dataset, pretrained=pretrained
-    )
+    return StageKey.of("examples", version, parameters, dataset=dataset, pretrained=pretrained)
 
 
 @stage_task("examples", examples_key)

@@ -27,7 +27,12 @@ from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.finetune.dataset import SPLITS, open_split, save_split
 from megacore.finetune.metrics import check_installed
-from megacore.finetune.pretrained import quiet, read_model_config, read_tokenizer
+from megacore.finetune.pretrained import (
+    is_encoder_decoder,
+    quiet,
+    read_model_config,
+    read_tokenizer,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -395,10 +400,26 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
         )
 
 
-EXAMPLES_VERSION = 3
-"""Version of the stage; raised when its output changes."""
+_VERSION = 2
+_VERSION_OF_SOURCES = 3
+"""Version of the examples whose texts may lack an end token: those of encoder-decoders."""
 TASK_NAME = "task.json"
 _SCRATCH = ".scratch"
+
+
+def examples_version(config: FinetuneConfig, pretrained_directory: Path) -> int:
+    """Return the version of the stage for a task and a model; raised when its output changes.
+
+    Raises ConfigError if config.json of the model cannot be read.
+    """
+    match config.task:
+        case Seq2SeqConfig():
+            return _VERSION_OF_SOURCES
+        case ClassificationConfig():
+            both = is_encoder_decoder(config.model, pretrained_directory)
+            return _VERSION_OF_SOURCES if both else _VERSION
+        case MultipleChoiceConfig() | CausalLmConfig():
+            return _VERSION
 
 
 def build_examples(

@@ -46,13 +46,17 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
     )
 
 
-def refuse_remote_code(path: str, directory: Path) -> None:
-    """Raise ConfigError for a model whose class transformers does not have.
+def is_encoder_decoder(model: PretrainedConfig, pretrained_directory: Path) -> bool:
+    """Return True if config.json of a collected model says that it is an encoder-decoder.
 
-    `path` is the model's name in error messages.
+    Raises ConfigError if the file cannot be read.
     """
-    from transformers import CONFIG_MAPPING
+    values = _config_values(model.path, pretrained_directory / MODEL_DIRECTORY)
+    return bool(values.get("is_encoder_decoder"))
 
+
+def _config_values(path: str, directory: Path) -> dict[str, Any]:
+    """Return the content of config.json; {} if it holds no object. Raises ConfigError."""
     try:
         values = read_json(directory / CONFIG_NAME)
     except (OSError, ValueError) as error:
@@ -60,10 +64,21 @@ def refuse_remote_code(path: str, directory: Path) -> None:
             f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that "
             "save_pretrained wrote"
         ) from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
+
+
+def refuse_remote_code(path: str, directory: Path) -> None:
+    """Raise ConfigError for a model whose class transformers does not have.
+
+    `path` is the model's name in error messages.
+    """
+    from transformers import CONFIG_MAPPING
+
+    values = _config_values(path, directory)
+    kind = values.get("model_type")
     if kind in CONFIG_MAPPING:
         return
-    if isinstance(values, dict) and "auto_map" in values:
+    if "auto_map" in values:
         raise ConfigError(
             f"model.path {path} is of model_type {kind!r} and needs code of its own, which is "
             "never run here: give a model whose class transformers has"

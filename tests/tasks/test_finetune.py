@@ -17,6 +17,7 @@ from tasks import finetune_preflight, finetune_publish
 from tasks._mlflow import Tracking
 from tasks._parent import note_parent, parent_directory, parent_of, pinned
 from tasks._registry import publish_model
+from tasks.finetune_data import examples_key
 from tests.finetune._tiny_models import tiny_config, write_model
 
 
@@ -196,6 +197,27 @@ def test_missing_libraries_are_refused(
     )
     with pytest.raises(ConfigError, match=sentence):
         finetune_preflight.check_here(config_of("model", **sections))
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoder_decoder", "version"),
+    [
+        ("classification", False, 2),
+        ("classification", True, 3),
+        ("multiple_choice", False, 2),
+        ("causal_lm", False, 2),
+        ("seq2seq", True, 3),
+    ],
+)
+def test_only_examples_of_encoder_decoders_are_built_again(
+    tmp_path: Path, kind: str, encoder_decoder: bool, version: int
+) -> None:
+    values = {"is_encoder_decoder": True} if encoder_decoder else {}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    collected = Artifact(stage="pretrained", key="k", path=str(tmp_path), digest="d", counts={})
+    config = tiny_config("model", Path("data"), kind)
+    assert examples_key(config, collected, collected).version == version
 
 
 def test_large_model_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ class Files:
     def __post_init__(self) -> None:
         rows = '{"text": "a", "label": 0}\n'
         model = ModelSpec.of(load_config("gpt2-tiny"), 512).model_dump(mode="json")
+        self.write("model/config.json", "{}")
         for name in "ab":
             self.write(f"{name}/checkpoint/state.json", json.dumps({"model": model}))
             for file in (
