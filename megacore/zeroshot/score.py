@@ -60,7 +60,7 @@ class LambadaScore:
     """Number of passages cut at the beginning because they exceed the window."""
     left_out: int
     """Number of passages that do not count, because the tokenizer has no token for their last
-    words."""
+    words, or only the one for unknown text."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from megacore.artifact.files import access_errors, regular
 from megacore.config.train import PasskeyConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
+from megacore.tokenizer.vocabulary import special_tokens
 
 _INSIDE = r"{open}\s*([^{close}]*?)\s*{close}"
 _PAIRS = (
@@ -190,7 +191,7 @@ class Passage:
     """Ids of all words but the last."""
     target: npt.NDArray[np.integer[Any]]
     """Ids of the last word, with the space before it, and of any text that shares a token with it;
-    empty if the tokenizer has no token for it."""
+    empty if the tokenizer has no token for it, or only the one for unknown text."""
 
 
 def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
@@ -211,8 +212,10 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
         )
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
     wholes = tokenizer.encode_batch([" ".join(pair) for pair in pairs])
+    unknown = special_tokens(tokenizer).unk
     passages = [
-        _passage(tokenizer, context, whole) for context, whole in zip(contexts, wholes, strict=True)
+        _passage(tokenizer, unknown, context, whole)
+        for context, whole in zip(contexts, wholes, strict=True)
     ]
     if not any(len(passage.target) for passage in passages):
         raise DataFormatError(
@@ -224,6 +227,7 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
 
 def _passage(
     tokenizer: Tokenizer,
+    unknown: int | None,
     context: npt.NDArray[np.integer[Any]],
     whole: npt.NDArray[np.integer[Any]],
 ) -> Passage:
@@ -233,7 +237,8 @@ def _passage(
     The first id stays in the context, because nothing predicts it.
     """
     start = max(1, _shared_start(context, whole))
-    if not tokenizer.decode(whole[start:]).strip():  # without the word, or only its space
+    known = whole[start:] if unknown is None else whole[start:][whole[start:] != unknown]
+    if not tokenizer.decode(known).strip():  # without the word, or only its space
         start = len(whole)
     return Passage(whole[:start], whole[start:])
 

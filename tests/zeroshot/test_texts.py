@@ -111,6 +111,16 @@ def test_last_words_without_tokens_are_empty_targets_and_not_all_may_be(tmp_path
         read_lambada(path, tokenizer)
 
 
+def test_last_words_of_unknown_tokens_only_are_empty_targets(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "b": 1, "<unk>": 2, "</s>": 3}
+    backend = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = JsonTokenizer(backend, "</s>")
+    lines = ['{"text": "a b"}', '{"text": "a x"}', '{"text": "a x-b"}', '{"text": "a x-x"}']
+    passages = read_lambada(write(tmp_path / "some", "\n".join(lines)), tokenizer)
+    assert [passage.target.tolist() for passage in passages] == [[1], [], [2, 2, 1], []]
+
+
 def test_missing_and_too_short_texts_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match="nowhere cannot be read: No such file or directory"):
         read_wikitext(tmp_path / "nowhere", tokenizer)
