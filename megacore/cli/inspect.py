@@ -168,7 +168,10 @@ def _tokens(
 
     if histogram is not None:
         check_drawable(histogram, "--histogram")
-    prefixes = find_prefixes(path)
+    prefixes = find_prefixes(
+        path,
+        "the path of token files without .bin/.idx, or the directory of token files or index maps",
+    )
     if histogram is not None:
         if len(prefixes) > 1:
             raise ConfigError(

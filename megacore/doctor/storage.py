@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import access_errors, workspace_errors
 from megacore.doctor.findings import Finding, Judgement
 from megacore.errors import MegacoreError
 
@@ -35,6 +35,8 @@ GIB = 2**30
 LEAST_DISK = 5 * GIB
 """Free bytes below which a workspace counts as nearly full if the needs of the run are unknown."""
 LEAST_INODES = 10_000
+TOKENS_ACCEPTED = "the path of token files without .bin/.idx, or a directory of the tokenize stage"
+"""Paths of token files that a doctor accepts, for messages."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _BLOCK = 1 << 22
 """Number of tokens that a thread reads at a time."""
@@ -304,12 +306,15 @@ def look_at_tokens(
         seconds: time after which no further block is read. The order of blocks is random, so that a
             partial check still covers all parts of the files.
     """
-    from megacore.token_files.indexed_dataset import IndexedDataset
+    from megacore.inspect.tokens import require_pair
+    from megacore.token_files.indexed_dataset import IndexedDataset, idx_path
 
     deadline = time.monotonic() + seconds
     files: list[dict[str, Any]] = []
     for prefix in prefixes:
         try:
+            with access_errors(idx_path(prefix)):
+                require_pair(prefix, TOKENS_ACCEPTED)
             dataset = IndexedDataset(prefix)
         except MegacoreError as error:
             files.append({"prefix": prefix, "problem": str(error)})
@@ -370,10 +375,9 @@ def tokens(facts: "Facts") -> Finding | None:
         read = sum(file.get("read", 0) for file in value["files"])
         planned = sum(file.get("planned", 0) for file in value["files"])
         part = f"{read / planned:.0%} of " if planned and read < planned else ""
-        judgement.note(
-            host,
-            f"{_files(value['files'])}ids of {part}{planned:,} tokens below {value['vocab_size']}",
-        )
+        opened = [file for file in value["files"] if "problem" not in file]
+        ids = f"ids of {part}{planned:,} tokens below {value['vocab_size']}"
+        judgement.note(host, f"{_files(opened)}{ids}" if opened else "no readable token files")
         for file in value["files"]:
             if "problem" in file:
                 judgement.error(host, f"on {host}, {file['problem']}")

@@ -13,9 +13,10 @@ from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.doctor.findings import Needs
+from megacore.doctor.storage import TOKENS_ACCEPTED
 from megacore.engine.deepspeed.operators import needed_operators
 from megacore.errors import ConfigError
-from megacore.inspect.tokens import find_prefixes
+from megacore.inspect.tokens import find_prefixes, prefix_of
 from megacore.jobs.run import Job, TrainJob
 from megacore.models.parameters import parameter_count
 from megacore.plan.layouts import layout_of
@@ -109,9 +110,8 @@ def data_at(path: Path, vocab_size: int | None) -> RunData:
             "be below"
         )
     if path.is_dir():
-        return RunData(find_prefixes(path), vocab_size)
-    name = str(path).removesuffix(".bin").removesuffix(".idx")
-    return RunData((name,), vocab_size)  # the check `tokens` reports missing files
+        return RunData(find_prefixes(path, TOKENS_ACCEPTED), vocab_size)
+    return RunData((prefix_of(path),), vocab_size)  # the check `tokens` reports missing files
 
 
 def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None:

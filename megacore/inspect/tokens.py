@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,22 +110,35 @@ def find_prefixes(
             for each in (place / MEMBERS_NAME, *(idx_path(place / name) for name in TOKENS_NAMES))
         ):
             raise DataFormatError(
-                f"{path} holds neither token files of the tokenize stage nor index maps: give a "
-                "directory that does, or for other token files their path without .bin/.idx"
+                f"{path} holds no token files of the tokenize stage: give {accepted}"
             )
         return token_prefixes(path)
-    name = str(path)
-    for suffix in (".bin", ".idx"):
-        name = name.removesuffix(suffix)
-    if not idx_path(name).exists():
-        similar = sorted(
-            str(other.with_suffix(""))
-            for other in Path(name).parent.glob(f"{Path(name).name}*.idx")
-        )[:3]
-        hint = f"did you mean {' or '.join(similar)}?" if similar else f"give {accepted}"
-        absent = idx_path(name) if similar or os.path.lexists(path) else path
-        raise DataFormatError(f"{absent} does not exist: {hint}")
+    name = prefix_of(path)
+    require_pair(name, accepted, path)
     return (name,)
+
+
+def require_pair(prefix: str, accepted: str, path: str | Path | None = None) -> None:
+    """Raise DataFormatError if there is no pair of token files at `prefix`.
+
+    The message suggests pairs with similar names, else it tells to give what `accepted` names.
+    `path` is the path that the user gave, which is named if it does not exist; None means that of
+    the .idx.
+    """
+    if idx_path(prefix).exists():
+        return
+    similar = sorted(
+        str(other.with_suffix(""))
+        for other in Path(prefix).parent.glob(f"{escape(Path(prefix).name)}*.idx")
+    )[:3]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"give {accepted}"
+    absent = idx_path(prefix) if path is None or similar or os.path.lexists(path) else path
+    raise DataFormatError(f"{absent} does not exist: {hint}")
+
+
+def prefix_of(path: str | Path) -> str:
+    """Return the path of a pair of token files without .bin or .idx."""
+    return str(path).removesuffix(".bin").removesuffix(".idx")
 
 
 def describe(dataset: IndexedDataset) -> TokenReport:

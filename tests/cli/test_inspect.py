@@ -221,7 +221,7 @@ def test_an_index_directory_is_described(corpus: Corpus, tmp_path: Path) -> None
     ("path", "error", "sentence"),
     [
         ("mixture", ConfigError, "mixture is given without a blend: name a configuration or a dir"),
-        (".", DataFormatError, ". holds neither token files of the tokenize stage nor index maps:"),
+        (".", DataFormatError, ". holds no token files of the tokenize stage: give the path of "),
     ],
 )
 def test_a_path_without_anything_to_show_is_refused_with_advice(

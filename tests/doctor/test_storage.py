@@ -16,6 +16,7 @@ from megacore.doctor.storage import (
     file_system,
     index_maps,
     look_at_disk,
+    look_at_tokens,
     look_at_workspace,
     tokens,
     workspaces,
@@ -141,6 +142,20 @@ def test_token_ids_outside_the_vocabulary_are_an_error() -> None:
     expect(tokens(facts(probe("a"), missing)), "error", ("b",), "on b, /w/t.idx does not exist")
 
 
+def test_missing_token_files_are_named_with_similar_ones(tmp_path: Path) -> None:
+    other = write_tokens(tmp_path / "t_text_document", [1, 2])
+    answer = look_at_tokens([str(tmp_path / "t")], 100, (0, 1), 1.0)
+    finding = tokens(facts(probe("a", tokens=answer)))
+    assert finding is not None
+    expect(finding, "error", ("a",), f"t.idx does not exist: did you mean {other}?")
+    assert finding.found["a"] == "no readable token files"
+    some = look_at_tokens([other, str(tmp_path / "none")], 100, (0, 1), 1.0)
+    finding = tokens(facts(probe("a", tokens=some)))
+    assert finding is not None
+    expect(finding, "error", ("a",), "none.idx does not exist: give the path of token files")
+    assert finding.found["a"] == "ids of 2 tokens below 100"
+
+
 def test_share_of_tokens_read_is_reported() -> None:
     finding = tokens(facts(probe("a", tokens=file(read=25))))
     assert finding is not None
@@ -215,10 +230,10 @@ def test_first_token_outside_the_vocabulary_is_located(
     good = write_tokens(tmp_path / "good", ids)
     ids[[700, 900]] = 95, 91
     bad = write_tokens(tmp_path / "bad", ids)
-    first, second = storage.look_at_tokens([good, bad], 91, (0, 1), 10)["files"]
+    first, second = look_at_tokens([good, bad], 91, (0, 1), 10)["files"]
     assert (first["read"], first["largest"], first["outside"]) == (1000, 89, None)
     assert (second["read"], second["largest"], second["outside"]) == (1000, 95, 700)
-    assert storage.look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
+    assert look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
 
 
 def test_each_host_reads_a_part_of_the_tokens(
@@ -228,23 +243,21 @@ def test_each_host_reads_a_part_of_the_tokens(
     ids = np.arange(1000) % 90
     ids[70] = 99  # in the second block
     prefix = write_tokens(tmp_path / "t", ids)
-    parts = [
-        storage.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)
-    ]
+    parts = [look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)]
     assert sum(part["read"] for part in parts) == 1000
     assert [part["outside"] for part in parts] == [None, 70, None]
 
 
 def test_negative_tokens_and_missing_files_are_reported(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, -3, 4])
-    files = storage.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
+    files = look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
     assert (files[0]["smallest"], files[0]["outside"]) == (-3, 2)
     assert "gone.idx does not exist" in files[1]["problem"]
 
 
 def test_no_token_is_reported_as_read_without_time(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, 3])
-    file_answer = storage.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
+    file_answer = look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
     assert (file_answer["read"], file_answer["planned"]) == (0, 3)
 
 

@@ -49,7 +49,7 @@ def test_token_files_are_given_by_directory_or_prefix(prepared: Path) -> None:
     assert data_at(prepared / "data", 61) == data_at(Path(prefix), 61) == RunData((prefix,), 61)
     missing = str(prepared / "missing")
     assert data_at(Path(f"{missing}.idx"), 61) == RunData((missing,), 61)
-    with pytest.raises(DataFormatError, match="has neither token files nor"):
+    with pytest.raises(DataFormatError, match=r"holds no token files .*: give the path of"):
         data_at(Path(prefix).parent.parent, 61)
     with pytest.raises(ConfigError, match="give --vocab-size too"):
         data_at(Path(prefix), None)
