@@ -97,7 +97,7 @@ def verify(
         typer.Argument(
             help=(
                 "PREFIX of token files, their directory, any artifact's directory, a checkpoint, "
-                "the directory of a run, or a workspace"
+                "the directory of an import or a run, or a workspace"
             )
         ),
     ],

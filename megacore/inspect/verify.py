@@ -57,7 +57,7 @@ _BEST = "best"
 _RUN_FILE = "run.json"
 _ACCEPTED = (
     "the path of token files without .bin/.idx, or the directory of token files, index maps, "
-    "another artifact, a checkpoint or a run, or a workspace"
+    "another artifact, a checkpoint, an import or a run, or a workspace"
 )
 """Paths that can be checked, for messages."""
 OnRead = Callable[[int], None]
@@ -100,7 +100,7 @@ Result = Check | Damage | Unchecked
 
 
 def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]:
-    """Check a workspace, the directory of a run or a checkpoint by all their digests.
+    """Check a workspace, the directory of a run, a checkpoint or several by all their digests.
 
     Yields a result for each artifact and each checkpoint, but none for a run that is just
     beginning. Any other path is checked like `verify`, which raises DataFormatError, ArtifactError
@@ -108,11 +108,12 @@ def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]
     """
     place = Path(path).absolute()
     if iteration_of(place) is not None or (place / MARKER_NAME).exists():
-        run = place.parent.parent
-        root = run if _is_run(run) else place.parent
-        yield from _examine_checkpoint(place, root, {}, on_read)
+        yield from _examine_bare(place, on_read)
     elif _is_run(place):
         yield from _examine_run(place, place.parent, on_read)
+    elif checkpoints := checkpoint_directories(place):
+        for checkpoint in checkpoints:
+            yield from _examine_bare(checkpoint, on_read)
     elif _is_workspace(place):
         for name in dict.fromkeys(FOLDERS.values()):
             for member in sorted((place / name).glob("[!.]*")):
@@ -449,6 +450,13 @@ def _examine_job_file(run: Path, root: Path) -> Iterator[Result]:
             _delete(*paths),
             "the same `make pretrain` or `make finetune` command writes it again",
         )
+
+
+def _examine_bare(checkpoint: Path, on_read: OnRead | None) -> Iterator[Result]:
+    """Check a checkpoint without the manifest of its run, if it has one."""
+    run = checkpoint.parent.parent
+    root = run if _is_run(run) else checkpoint.parent
+    yield from _examine_checkpoint(checkpoint, root, {}, on_read)
 
 
 def _examine_checkpoint(

@@ -144,7 +144,7 @@ def test_damage_of_an_artifact_is_refused_by_file(
 def test_a_path_without_known_files_is_refused_with_all_that_can_be_checked(
     tmp_path: Path,
 ) -> None:
-    kinds = "give the path of token files .*, index maps, .* a checkpoint or a run, or a workspace"
+    kinds = "give the path of token files .*, index maps, .* an import or a run, or a workspace"
     with pytest.raises(DataFormatError, match=f"{tmp_path} is empty: a workspace has .* {kinds}"):
         examined(tmp_path)
     (tmp_path / "other").touch()
@@ -472,6 +472,21 @@ def test_a_checkpoint_outside_a_run_is_imported_or_copied_again(workspace: Path,
     (workspace / "runs" / "4567" / "checkpoints").rename(folder)
     (folder / "iter_0000010" / "__0_0.distcp").unlink()
     (result,) = examined(folder / "iter_0000010").values()
+    assert f"|rm -r -- {folder}/iter_0000010|import it again into an empty directory" in result
+
+
+@pytest.mark.parametrize(("name", "shown"), [("imported", ""), ("checkpoints", "checkpoints/")])
+def test_all_checkpoints_of_an_import_are_checked(workspace: Path, name: str, shown: str) -> None:
+    folder = workspace / "copies" / name
+    folder.parent.mkdir()
+    (workspace / "runs" / "4567" / "checkpoints").rename(folder)
+    (folder / "tokenizer").mkdir()
+    (folder / "import.json").write_text("{}")
+    assert examined(folder) == {f"{shown}iter_0000010": "ok", f"{shown}iter_0000020": "ok"}
+    (folder / "iter_0000010" / "__0_0.distcp").unlink()
+    results = examined(folder)
+    assert results.pop(f"{shown}iter_0000020") == "ok"
+    (result,) = results.values()
     assert f"|rm -r -- {folder}/iter_0000010|import it again into an empty directory" in result
 
 
