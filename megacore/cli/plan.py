@@ -152,6 +152,7 @@ def _predict_table(table: Path | None, output: Path | None) -> None:
 
 def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     """Print the plan of one layout with its predicted time, or draw its schedule."""
+    from megacore.cli._options import check_output_file
     from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
     from megacore.plan.machine import load_machine
@@ -160,6 +161,7 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
 
     if picture is not None:
         pictures.check_drawable(picture)
+        check_output_file(picture, "--draw")
     hardware = Hardware.detect()
     machine = None if name is None else load_machine(name)
     if machine is not None:

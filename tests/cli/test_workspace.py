@@ -100,6 +100,19 @@ def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plan_refuses_a_picture_without_a_place_before_it_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        pytest.fail("the plan was computed")
+
+    monkeypatch.setattr("megacore.plan.pipeline.plan_pipeline", fail)
+    picture = tmp_path / "nodir" / "schedule.svg"
+    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "--draw", str(picture)])
+    assert isinstance(result.exception, ConfigError)
+    assert f"--draw is {picture}, but {tmp_path}/nodir is no directory" in str(result.exception)
+
+
 def test_plan_shows_the_predicted_time_on_other_hardware() -> None:
     result = CliRunner().invoke(app, ["plan", "gpt2-13b-3d", "--hardware", "h100"])
     assert result.exit_code == 0, result.output
