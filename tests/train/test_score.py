@@ -85,7 +85,8 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
     with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
         spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
         Trainer(run, engine, mesh, data, recorder, tmp_path / "run", spec=spec).run()
-    values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
+    job = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes)
+    values = job.model_dump(exclude={"planned_samples"})
     Path(values["exit_directory"]).mkdir(exist_ok=True)
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
     return EvaluateJob(**values, checkpoints=(checkpoint,), unigram=True, output=str(tmp_path))
