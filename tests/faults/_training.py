@@ -12,6 +12,7 @@ import torch
 
 from megacore.artifact import Manifest
 from megacore.checkpoint.format import (
+    STALE_SUFFIX,
     checkpoint_directories,
     complete_checkpoints,
     latest_complete,
@@ -68,11 +69,17 @@ def _tensors(iteration: int) -> dict[str, torch.Tensor]:
     }
 
 
+def _remove_remains(root: Path) -> None:
+    """Remove what an earlier call left, as the start of a run does."""
+    if root.is_dir():
+        remove_stale(root)
+        assert not [*root.glob(f"*{STALE_SUFFIX}*")]
+
+
 def _save(inputs: Path, place: Path, attempt: int) -> None:
     """Save, resuming from the existing checkpoints; keep two."""
     root = place / "checkpoints"
-    if root.is_dir():
-        remove_stale(root)
+    _remove_remains(root)
     newest = latest_complete(root)
     done = 0 if newest is None else int(read_state(newest)["iteration"])
     for iteration in range(done + 1, SAVES + 1):
@@ -92,8 +99,7 @@ def _save_in_background(inputs: Path, place: Path, attempt: int) -> None:
     from megacore.checkpoint.background import CheckpointSaver
 
     root = place / "checkpoints"
-    if root.is_dir():
-        remove_stale(root)
+    _remove_remains(root)
     newest = latest_complete(root)
     done = 0 if newest is None else int(read_state(newest)["iteration"])
     saver = CheckpointSaver(root, asynchronous=True, keep_last=2, keep_every=None, keep_best=False)
@@ -116,7 +122,8 @@ def _saved(inputs: Path, place: Path) -> Any:
         "checkpoints": {
             path.name: tensor_digests(path) for path in complete_checkpoints(root, "full")
         },
-        "files": sorted(path.name for path in root.iterdir()),
+        # A deletion that failed is a warning, and the next call makes up for it.
+        "files": sorted(path.name for path in root.iterdir() if not path.match("*-deleted")),
     }
 
 
