@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, Workspace
 from megacore.checkpoint.format import (
     METADATA_NAME,
     checkpoint_directories,
@@ -13,6 +13,7 @@ from megacore.checkpoint.format import (
 )
 from megacore.checkpoint.spec import read_spec
 from megacore.config.model import Family
+from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.jobs.model import ModelSource
 from megacore.tokenizer import Tokenizer, load_tokenizer
@@ -39,9 +40,24 @@ def find_model(path: Path) -> ModelSource:
         return ModelSource(directory=str(path.absolute()), exported=True, spec=spec)
     checkpoint = _checkpoint(path)
     verify(checkpoint, "quick")
-    return ModelSource(
-        directory=str(checkpoint.absolute()), exported=False, spec=read_spec(checkpoint)
-    )
+    checkpoint = checkpoint.absolute()
+    spec = _with_moved_tokenizer(checkpoint, read_spec(checkpoint))
+    return ModelSource(directory=str(checkpoint), exported=False, spec=spec)
+
+
+def _with_moved_tokenizer(checkpoint: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the specification with the tokenizer in the checkpoint's workspace, if it is there.
+
+    The checkpoint of a run (`runs/KEY/checkpoints/iter_*`) names the path that its tokenizer had
+    when it was written, and the workspace may have been moved since.
+    """
+    named = spec.tokenizer_directory
+    if named is None or Path(named).is_dir() or len(checkpoint.parents) < 4:
+        return spec
+    moved = Workspace(checkpoint.parents[3]).folder("tokenizer") / Path(named).name
+    if not moved.is_dir():
+        return spec
+    return spec.model_copy(update={"tokenizer_directory": str(moved)})
 
 
 def transformers_directory(path: Path) -> Path | None:

@@ -124,6 +124,18 @@ def test_a_model_without_megacores_tokenizer_may_have_spare_rows(root: Path) -> 
         find_tokenizer(with_tokenizer(root, None), root / "other")
 
 
+def test_the_tokenizer_of_a_moved_workspace_is_found(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    _tiny.write_tokenizer(before / "tokenizers" / "0a1b", 300)
+    spec = _tiny.spec(300, tokenizer=before / "tokenizers" / "0a1b")
+    model = _tiny.random_model(spec)
+    _tiny.write_checkpoint(before / "runs" / "2c3d" / "checkpoints", spec, model, 5)
+    before.rename(after)
+    source = find_model(after / "runs" / "2c3d")
+    assert source.spec.tokenizer_directory == str(after / "tokenizers" / "0a1b")
+    assert find_tokenizer(source, None).vocab_size == 300
+
+
 def test_missing_tokenizers_are_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="came without a tokenizer: give --tokenizer"):
         find_tokenizer(with_tokenizer(root, None), None)
