@@ -308,9 +308,7 @@ def test_samples_of_sentences_are_blended(
 
 STEP = (WeightStep(20, (0.0, 1.0, 3.0)),)
 LATER = (WeightStep(70, (1.0, 0.0, 9.0)),)
-
-
-@pytest.mark.parametrize(
+EVERY_PACKING = pytest.mark.parametrize(
     ("packing", "style"),
     [
         ("packed", "megatron"),
@@ -320,6 +318,10 @@ LATER = (WeightStep(70, (1.0, 0.0, 9.0)),)
         ("unpacked", "megatron"),
     ],
 )
+"""Each way to lay out samples, and both styles of an index for packed ones."""
+
+
+@EVERY_PACKING
 def test_a_later_weight_changes_no_sample_before_it(
     prefixes: list[str], tmp_path: Path, packing: Packing, style: IndexStyle
 ) -> None:
@@ -381,16 +383,7 @@ def test_a_later_weight_changes_no_sample_of_sentences_before_it(
 
 
 @pytest.mark.parametrize("blended", [False, True])
-@pytest.mark.parametrize(
-    ("packing", "style"),
-    [
-        ("packed", "megatron"),
-        ("packed", "neox"),
-        ("best_fit", "megatron"),
-        ("pack_until_overflow", "megatron"),
-        ("unpacked", "megatron"),
-    ],
-)
+@EVERY_PACKING
 def test_more_samples_than_an_earlier_plan_follow_after_its_samples(
     prefixes: list[str], tmp_path: Path, packing: Packing, style: IndexStyle, *, blended: bool
 ) -> None:
