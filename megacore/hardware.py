@@ -1,16 +1,19 @@
 """Hardware of this host: cores, memory, GPUs, and the compute type of a run on them.
 
-This module does not import torch, because the command line and stage keys use it too.
+`python -m megacore.hardware` writes them as JSON, which the host that starts a run reads through
+ssh. This module does not import torch, because the command line and stage keys use it too.
 """
 
 import ast
 import ctypes
 import importlib.util
+import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megacore.errors import LaunchError
 
@@ -48,11 +51,18 @@ class Hardware:
     """Instruction sets as named in /proc/cpuinfo."""
     native_bf16: bool = False
     """True if the training device multiplies bf16 natively."""
+    host: str | None = None
+    """Host in the hostfile that has this hardware; None means this host."""
 
     @property
     def device_type(self) -> str:
         """Device type of a run: "cuda" or "cpu"."""
         return "cuda" if self.gpus else "cpu"
+
+    @property
+    def owner(self) -> str:
+        """Name of the host in a sentence."""
+        return owner_of(self.host)
 
     def resolve_precision(self, precision: str) -> str:
         """Return the compute type ("fp32", "bf16" or "fp16") for `train.precision`.
@@ -73,6 +83,22 @@ class Hardware:
         """
         refuse_unsupported_accelerator()
         return _detect()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as values for JSON."""
+        return asdict(self) | {"cpu_flags": sorted(self.cpu_flags)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], *, host: str) -> "Hardware":
+        """Build the hardware of `host` from its `to_json`."""
+        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
+        flags = frozenset(values["cpu_flags"])
+        return cls(**values | {"gpus": gpus, "cpu_flags": flags, "host": host})
+
+
+def owner_of(host: str | None) -> str:
+    """Return the name of a host of the hostfile in a sentence; None means this host."""
+    return "this machine" if host is None else f"host {host}"
 
 
 def refuse_unsupported_accelerator() -> None:
@@ -268,3 +294,16 @@ def memory_limit(
             except (OSError, ValueError):  # not visible from here, or no limit ("max")
                 continue
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def main() -> None:
+    """Write this host's hardware as JSON, or its problem, with exit code 1."""
+    try:
+        hardware = Hardware.detect()
+    except LaunchError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(hardware.to_json()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config import RunConfig
 from megacore.errors import MegacoreError
-from megacore.hardware import Hardware
 from megacore.plan.draw import search_figure
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
@@ -55,8 +55,8 @@ def layouts_chart(config: RunConfig, attempt: Attempt | None) -> Chart | None:
 
 
 def _iteration(config: RunConfig, facts: dict[str, Any]) -> Iteration:
-    """Return the iteration of an attempt on its hosts, which are assumed to equal this one."""
-    ranks, hardware = facts["ranks"], Hardware.detect()
+    """Return the iteration of an attempt on its hosts, which are assumed to be equal."""
+    ranks, hardware = facts["ranks"], hardware_of(config.launch)
     together = -(-ranks // max(1, len(facts.get("hosts") or ())))
     vocab_size = expected_vocab_size(config.data.tokenizer)
     return planned_iteration(

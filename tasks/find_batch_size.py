@@ -14,6 +14,7 @@ from prefect.artifacts import create_table_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import read_object, workspace_errors, write_json
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
@@ -54,7 +55,7 @@ def check_find_batch_size(config: FinetuneConfig) -> None:
 
     Raises ConfigError.
     """
-    check_methods(config, Hardware.detect())
+    check_methods(config, hardware_of(config.launch))
 
 
 def find_batch_size_key(
@@ -64,7 +65,7 @@ def find_batch_size_key(
 
     It covers the host and all values that affect memory, time and metrics.
     """
-    hardware = Hardware.detect()
+    hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
     searched = method_config(config, method, 1)
     resolved: dict[str, Any] = {

@@ -14,11 +14,11 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import read_json, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
 from megacore.errors import CheckpointError
 from megacore.finetune.resolve import resolve_ranks
-from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import finetune_stages
 from megacore.ranks.stages import attempt_log, next_attempt
@@ -55,7 +55,7 @@ def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifac
 
     Raises ParallelLayoutError, ConfigError.
     """
-    hardware = Hardware.detect()
+    hardware = hardware_of(config.launch)
     resolved = {
         "ranks": resolve_ranks(config, hardware)[0],
         "precision": hardware.resolve_precision(config.train.precision),
@@ -143,7 +143,8 @@ def make_job(
     config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact
 ) -> FinetuneJob:
     """Build the job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""
-    ranks, threads = resolve_ranks(config, Hardware.detect())
+    hardware = hardware_of(config.launch)
+    ranks, threads = resolve_ranks(config, hardware)
     return FinetuneJob(
         config=config,
         pretrained_directory=pretrained.path,
@@ -153,6 +154,7 @@ def make_job(
         ranks=ranks,
         threads_per_rank=threads,
         attempt=next_attempt(directory),
+        precision=hardware.resolve_precision(config.train.precision),
     )
 
 

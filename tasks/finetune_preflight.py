@@ -11,15 +11,15 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import JSON_BYTES, parse_json, read_object
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, resolve_ranks
-from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
 from megacore.plan.machine import machine_of
-from megacore.plan.preflight import CPU_DAYS_LIMIT
+from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
 from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
@@ -59,7 +59,7 @@ def _load(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
 
 
 def check_here(config: FinetuneConfig) -> None:
-    """Refuse a configuration for which this host lacks libraries, launchers or GPUs.
+    """Refuse a configuration for which libraries, launchers or GPUs are missing.
 
     Raises ConfigError, ParallelLayoutError, LaunchError.
     """
@@ -69,7 +69,7 @@ def check_here(config: FinetuneConfig) -> None:
                 f"a fine-tuning needs {package}, which is not installed: pip install "
                 "megacore[finetune]"
             )
-    launch, hardware = config.launch, Hardware.detect()
+    launch, hardware = config.launch, hardware_of(config.launch)
     option = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
     uses_deepspeed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
     if uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
@@ -81,18 +81,21 @@ def check_here(config: FinetuneConfig) -> None:
         )
     check_launcher(launch)
     resolve_ranks(config, hardware)
+    scheduler = unseen_gpus(launch, hardware)
+    if scheduler is not None:
+        check_precision(config.train.precision, scheduler)
     if hardware.gpus or launch.has_scheduler:
         return
     if config.train.precision == "fp16":
         raise ConfigError(
-            "train.precision is fp16, which needs a GPU, and this machine has none: set it to "
+            f"train.precision is fp16, which needs a GPU, and {hardware.owner} has none: set it to "
             "auto, bf16 or fp32"
         )
     if launch.distributed != "ddp" and not launch.allow_cpu:
         raise ConfigError(
             f"launch.distributed is {launch.distributed}, which divides a model over the memory of "
-            "GPUs, and this machine has none: set launch.distributed to ddp, or launch.allow_cpu "
-            "to true to start it all the same"
+            f"GPUs, and {hardware.owner} has none: set launch.distributed to ddp, or "
+            "launch.allow_cpu to true to start it all the same"
         )
 
 
@@ -102,7 +105,7 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
     Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is
     false.
     """
-    hardware = Hardware.detect()
+    hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
     parameters = parameter_count(pretrained.directory / "model")
     samples, train = int(examples.counts["train"]), config.train
@@ -122,8 +125,8 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
     runs_here = launch_is_here(config)
     if runs_here and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
         raise ConfigError(
-            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need about "
-            f"{_duration(days)} for {schedule.total_steps} steps of {parameters / 1e6:.0f} M "
+            f"{config.name} is sized for GPUs and {hardware.owner} has none: its CPUs would need "
+            f"about {_duration(days)} for {schedule.total_steps} steps of {parameters / 1e6:.0f} M "
             "parameters: set train.max_steps or take a smaller model, or set launch.allow_cpu to "
             "true to start it all the same"
         )
@@ -243,7 +246,7 @@ def finetune_dry_run(
 
 
 def _processes(config: FinetuneConfig) -> str:
-    hardware = Hardware.detect()
+    hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
     kind = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
     threads_text = "" if hardware.gpus else f" x {threads} threads"
@@ -256,7 +259,7 @@ def _commands(config: FinetuneConfig, artifacts: Mapping[str, Artifact]) -> list
     directory = Workspace.of().folder("finetune") / "<key>"
     if {"pretrained", "examples"} <= artifacts.keys():
         directory = run_directory(config, artifacts["pretrained"], artifacts["examples"])
-    ranks, threads = resolve_ranks(config, Hardware.detect())
+    ranks, threads = resolve_ranks(config, hardware_of(config.launch))
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",

@@ -9,6 +9,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.cluster.executors import check_executor
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config import RunConfig, load_config
 from megacore.config.curate import compares_sources
@@ -17,7 +18,6 @@ from megacore.convert.counterparts import exportable
 from megacore.corpus.contamination import check_installed
 from megacore.corpus.curate import check_steps, needed_bytes
 from megacore.errors import MegacoreError
-from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
 from megacore.plan.epochs import (
     BYTES_PER_TOKEN,
@@ -60,7 +60,7 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 def load_checked_config(
     conf: str, overrides: Mapping[str, Any] | None, *, trains: bool = True
 ) -> RunConfig:
-    """Load `conf`, apply `overrides`, and refuse a configuration that cannot work on this host.
+    """Load `conf`, apply `overrides`, and refuse a configuration that cannot work on its hosts.
 
     Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or ConversionError before
     any stage starts.
@@ -79,7 +79,7 @@ def load_checked_config(
 
 
 def check_machine(config: RunConfig) -> str:
-    """Check the configuration on this host; return its memory per rank and days in one sentence.
+    """Check the configuration on its hosts; return its memory per rank and days in one sentence.
 
     A second line names a lighter recomputation that fits, if any.
 
@@ -92,7 +92,8 @@ def check_machine(config: RunConfig) -> str:
     text_digests(config)
     check_tasks(config.evaluate.lm_eval)
     check_push(config.export)
-    return preflight(config, expected_vocab_size(config.data.tokenizer), Hardware.detect()).report()
+    vocab_size = expected_vocab_size(config.data.tokenizer)
+    return preflight(config, vocab_size, hardware_of(config.launch)).report()
 
 
 def planned_training(config: RunConfig) -> list[PlannedStage]:
@@ -337,7 +338,7 @@ def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> lis
     directory = Workspace.of().folder("train") / "<key>"
     if tokens is not None and "tokenizer" in artifacts:
         directory = run_directory(config, tokens, artifacts["tokenizer"])
-    ranks, threads = resolve_launch(config, Hardware.detect())
+    ranks, threads = resolve_launch(config, hardware_of(config.launch))
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",

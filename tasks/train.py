@@ -50,13 +50,11 @@ digests of its checkpoint's files."""
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
     """Return the key of the run, without values that may change on resume, such as train_iters."""
-    from megacore.hardware import Hardware
-
     resolved: dict[str, Any] = {
         f"samples.{name}": value for name, value in resolved_samples(config).items()
     }
     resolved["train.pretrained_checkpoint"] = pretrained_digest(config)
-    resolved["precision"] = Hardware.detect().resolve_precision(config.train.precision)
+    resolved["precision"] = precision_of(config)
     if config.resume.checkpoint is not None:
         resolved["resume"] = resumed_digest(config)
     parameters = key_parameters(config, "run", resolved)
@@ -64,6 +62,16 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     return StageKey.of(
         "train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer
     )
+
+
+def precision_of(config: RunConfig) -> str:
+    """Return the compute type of the run on its hosts, which are asked only for `auto`."""
+    from megacore.cluster.hosts.hardware import hardware_of
+
+    precision = config.train.precision
+    if precision != "auto":
+        return precision
+    return hardware_of(config.launch).resolve_precision(precision)
 
 
 def pretrained_digest(config: RunConfig) -> str | None:
@@ -219,6 +227,7 @@ def _run(
     _warn_of_changed_schedule(config, directory)
     job = TrainJob(
         **make_job(config, directory, tokens, tokenizer, index).model_dump(),
+        precision=precision_of(config),
         planned_samples=_planned_samples(config, directory),
     )
     shutil.rmtree(job.exit_directory, ignore_errors=True)
@@ -302,12 +311,12 @@ def make_job(
     Raises ParallelLayoutError, and LaunchError when too few hosts of an elastic run answer.
     """
     from megacore.cluster.hosts.elastic import choose_hosts
-    from megacore.hardware import Hardware
+    from megacore.cluster.hosts.hardware import hardware_of
     from megacore.plan.preflight import resolve_launch
 
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
-    ranks, threads = resolve_launch(config, Hardware.detect(), vocab_size, hosts=hosts)
+    ranks, threads = resolve_launch(config, hardware_of(config.launch), vocab_size, hosts=hosts)
     return job_of(
         config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts
     )

@@ -13,12 +13,12 @@ from megacore.artifact.files import read_object, write_json
 from megacore.checkpoint.format import iteration_of
 from megacore.checkpoint.spec import read_spec
 from megacore.cluster.hosts.elastic import choose_hosts
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError, TrackingError
-from megacore.hardware import Hardware
 from megacore.jobs.model import ModelSource, ZeroShotJob, places
-from megacore.plan.preflight import resolve_launch
+from megacore.plan.preflight import resolve_launch, unseen_gpus
 from megacore.ranks.stages import log_name, run_job
 from megacore.tokenizer import load_tokenizer
 from megacore.zeroshot.texts import check_passkeys
@@ -140,15 +140,16 @@ def make_job(
 
     Raises ParallelLayoutError.
     """
-    hardware, zero_shot = Hardware.detect(), config.evaluate.zero_shot
+    hardware, zero_shot = hardware_of(config.launch), config.evaluate.zero_shot
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size)
     ranks, threads = resolve_launch(config, hardware, vocab_size, hosts=hosts)
+    on_gpus = bool(hardware.gpus) or unseen_gpus(config.launch, hardware) is not None
     return ZeroShotJob(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         # Same as for perplexities: GPUs use the training's precision; on a CPU fp32 costs little.
-        precision=config.train.precision if hardware.gpus else "fp32",
+        precision=config.train.precision if on_gpus else "fp32",
         batch_size=config.evaluate.micro_batch_size,
         tokenizer_directory=tokenizer.path,
         wikitext=_absolute(zero_shot.wikitext),

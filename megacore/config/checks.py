@@ -328,12 +328,14 @@ def _check_cuda_graphs(config: "RunConfig") -> None:
             )
 
 
-def check_device(train: TrainConfig, device_type: str) -> None:
-    """Raise ConfigError if an option of the training needs another type of device, cpu or cuda."""
+def check_device(train: TrainConfig, device_type: str, owner: str = "this machine") -> None:
+    """Raise ConfigError if an option of the training needs another type of device, cpu or cuda.
+
+    `owner` names the device's host in the message.
+    """
     if train.cuda_graphs and device_type != "cuda":
         raise ConfigError(
-            "train.cuda_graphs is true, which needs a GPU, and this machine has none: set it to "
-            "false"
+            f"train.cuda_graphs is true, which needs a GPU, and {owner} has none: set it to false"
         )
 
 

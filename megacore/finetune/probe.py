@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megacore.errors import ConfigError, LossError
 from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
 from megacore.finetune.trainer import MOST_SKIPPED, Step, prepare
-from megacore.hardware import Hardware
+from megacore.hardware import resolve_precision
 from megacore.jobs.finetune import ProbeJob
 from megacore.train.memory import translate_memory_errors
 
@@ -85,7 +85,7 @@ def take_steps(
         LossError: fp16 skipped too many steps in a row.
     """
     train = job.config.train
-    precision = Hardware.detect().resolve_precision(train.precision)
+    precision = resolve_precision(job.precision or train.precision, device.type)
     # Skipped fp16 steps do not count, so more steps may be necessary.
     steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)
     batches = job.ranks * train.gradient_accumulation_steps * steps

@@ -20,6 +20,9 @@ class FinetuneJob(RankJob):
     """Directory of the run: run.json, events.jsonl, checkpoints, best."""
     attempt: int = 1
     """Number of this attempt, counted from 1."""
+    precision: str | None = None
+    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
+    `config.train.precision`, in files of earlier versions."""
 
     def _shown(self) -> dict[str, Any]:
         """Return the fields without credentials in names of data and models.

@@ -57,7 +57,7 @@ def launched_ranks(
 
     Args:
         launch: launch options.
-        hardware: hardware of this host; the other hosts are assumed to be equal.
+        hardware: hardware of a host of the job; the others are assumed to be equal.
         without_gpu: number of ranks for `launch.nproc_per_node: auto` on a host without a GPU.
         hosts: participating hosts and their ranks; None means all hosts of the configuration.
 
@@ -77,10 +77,12 @@ def launched_ranks(
     hosts = hosts_of(launch) if hosts is None else hosts
     if hosts:
         ranks, local_ranks = sum(hosts.values()), local_slots(hosts)
-        setting = f"slots of this machine in {launch.hostfile} is {local_ranks}"
+        if hardware.host is not None:
+            local_ranks = hosts.get(hardware.host, 0)
+        setting = f"slots of {hardware.owner} in {launch.hostfile} is {local_ranks}"
     if hardware.gpus and local_ranks > len(hardware.gpus):
         raise ParallelLayoutError(
-            f"{setting} and this machine has {len(hardware.gpus)} visible "
+            f"{setting} and {hardware.owner} has {len(hardware.gpus)} visible "
             f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
         )
     # A host that only starts the others is assumed to equal them.

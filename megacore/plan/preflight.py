@@ -16,7 +16,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
-from megacore.hardware import Gpu, Hardware
+from megacore.hardware import Gpu, Hardware, owner_of
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
@@ -66,6 +66,8 @@ class RunEstimate:
     applies."""
     lighter: str | None = None
     """Sentence about a lighter recomputation that fits, too; None if there is none."""
+    host: str | None = None
+    """Host in the hostfile whose hardware applies to all hosts; None means this host."""
 
     @property
     def ranks(self) -> int:
@@ -97,7 +99,7 @@ class RunEstimate:
             f"about {gib(self.memory.total)} of {gib(self.memory_available)} per "
             f"rank{self._offloaded()}, {_duration(self.time.days)} at a "
             f"predicted {_seconds(self.time.iteration.seconds)} per iteration on "
-            f"{self.time.hardware}"
+            f"{self.time.hardware}{'' if self.host is None else f' of host {self.host}'}"
         )
 
     def _offloaded(self) -> str:
@@ -111,16 +113,23 @@ class RunEstimate:
 
 
 def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEstimate:
-    """Estimate memory and time, and refuse a run that this host cannot execute.
+    """Estimate memory and time, and refuse a run that its hosts cannot execute.
 
-    If a scheduler will provide GPUs and this host has none, only the layout is checked.
+    If a scheduler will provide GPUs and this host has none, only the layout and the precision are
+    checked.
+
+    Args:
+        config: configuration of the run.
+        vocab_size: entries of the tokenizer before padding.
+        hardware: hardware of the hosts that the run uses.
 
     Raises:
         ParallelLayoutError: the ranks do not fit the model, its batch or the GPUs.
         ConfigError: TensorBoard or DeepSpeed is requested but not installed; fp16 or CUDA graphs
-            are requested without a GPU; memory, or the disk for offloaded state, is too small; or
-            CPUs would need more than CPU_DAYS_LIMIT days. `launch.allow_cpu: true` permits any
-            duration on CPUs and, with the native engine, fp16.
+            are requested without a GPU; the precision of a scheduler's GPUs is left open; memory,
+            or the disk for offloaded state, is too small; or CPUs would need more than
+            CPU_DAYS_LIMIT days. `launch.allow_cpu: true` permits any duration on CPUs and, with the
+            native engine, fp16.
     """
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
@@ -148,18 +157,26 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
                 config, vocab_size, hardware, layout, threads, ranks_per_host=together
             )
         ),
-        unseen=_unseen(config.launch, hardware),
+        unseen=unseen_gpus(config.launch, hardware),
+        host=hardware.host,
     )
     if config.tracking.tensorboard:
         check_tensorboard()
     if config.tracking.wandb is not None:
         check_wandb()
     if estimate.unseen is not None:
+        check_precision(config.train.precision, estimate.unseen)
         return estimate
-    check_device(config.train, hardware.device_type)
+    check_device(config.train, hardware.device_type, hardware.owner)
     if not hardware.gpus:
-        _check_meant_for_cpu(config, estimate)
-    room = Room(estimate.memory_available, estimate.host_available, estimate.device_type, together)
+        _check_meant_for_cpu(config, estimate, hardware.owner)
+    room = Room(
+        estimate.memory_available,
+        estimate.host_available,
+        estimate.device_type,
+        together,
+        hardware.host,
+    )
     check_memory(config, estimate.memory, room, deployment)
     return replace(estimate, lighter=lighter_recompute(config, deployment, room.device))
 
@@ -175,7 +192,7 @@ def resolve_launch(
 
     Args:
         config: configuration of the run.
-        hardware: hardware of this host; the other hosts are assumed to be equal.
+        hardware: hardware of a host of the job; the others are assumed to be equal.
         vocab_size: size of the tokenizer's vocabulary; None if not yet known.
         hosts: participating hosts and their ranks; None means all hosts of the configuration.
 
@@ -191,28 +208,44 @@ def resolve_launch(
     return ranks, threads
 
 
-def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
+def unseen_gpus(launch: LaunchConfig, hardware: Hardware) -> str | None:
     """Return the scheduler that will provide GPUs if the submitting host has none, else None."""
     gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
     asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
     return launch.kind if launch.has_scheduler and asked and not hardware.gpus else None
 
 
-def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
+def check_precision(precision: str, scheduler: str) -> None:
+    """Raise ConfigError for a precision that depends on GPUs which are unknown here.
+
+    The stages' keys contain the precision, so it must be known before a job starts.
+
+    Args:
+        precision: value of `train.precision`.
+        scheduler: scheduler that will provide the GPUs.
+    """
+    if precision == "auto":
+        raise ConfigError(
+            f"train.precision is auto, and this machine has no GPU to tell by what those of "
+            f"{scheduler} multiply: set train.precision to bf16 (Ampere or newer), fp16 or fp32"
+        )
+
+
+def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate, owner: str) -> None:
     days = estimate.time.days
     needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(days)}"
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
     if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
             "train.precision is fp16, which "
-            f"{'DeepSpeed has only on GPUs' if deepspeed else 'needs a GPU'}, and this machine "
+            f"{'DeepSpeed has only on GPUs' if deepspeed else 'needs a GPU'}, and {owner} "
             f"has none: for {config.name} its CPUs would need {needs}: set train.precision to "
             f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
             "start it all the same"
         )
     if days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
-            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need "
+            f"{config.name} is sized for GPUs and {owner} has none: its CPUs would need "
             f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
             "launch.allow_cpu to true to start it all the same"
         )
@@ -231,7 +264,7 @@ def _seconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory available to a rank, and the number of ranks on its host."""
+    """Memory available to a rank, the number of ranks on its host, and that host."""
 
     device: int
     """Bytes of one GPU, or of host memory divided by the ranks."""
@@ -240,7 +273,9 @@ class Room:
     device_type: str
     """Type of the device: cpu or cuda."""
     ranks: int
-    """Number of ranks on this host."""
+    """Number of ranks on the host."""
+    host_name: str | None = None
+    """Host in the hostfile that has this memory; None means this host."""
 
     def holds(self, need: MemoryEstimate) -> bool:
         """Return True if the memory suffices."""
@@ -264,7 +299,7 @@ def check_memory(
     if need.total > room.device:
         raise ConfigError(
             f"{config.name} needs about {gib(need.total)} of memory per rank "
-            f"({gib(need.passes)} of it for activations) and this machine has "
+            f"({gib(need.passes)} of it for activations) and {owner_of(room.host_name)} has "
             f"{gib(room.device)} per rank: {_advice(config, room, deployment)}"
         )
     if need.host > room.host:
@@ -277,10 +312,11 @@ def check_memory(
         where = "deepspeed.config" if config.deepspeed.config is not None else "deepspeed.offload_*"
         ways.append(f"offload less or to nvme ({where})")
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.host)} per rank to host memory and this "
-            f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
+            f"{config.name} offloads about {gib(need.host)} per rank to host memory and "
+            f"{owner_of(room.host_name)} has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
-    _check_nvme(config.name, zero_of(config).nvme_path, need, room)
+    if room.host_name is None:  # another host's disk is not seen from here
+        _check_nvme(config.name, zero_of(config).nvme_path, need, room)
 
 
 def checkpoints_on_disk(config: RunConfig, vocab_size: int) -> tuple[int, int]:

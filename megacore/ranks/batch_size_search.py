@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import read_object
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.load import parse_finetune_config
@@ -252,14 +253,16 @@ def memory_limit_of(config: FinetuneConfig, ranks: int, hardware: Hardware) -> i
     if limit_gb is not None and limit_gb * 1e9 > device:
         raise ConfigError(
             f"find_batch_size.memory_limit_gb is {limit_gb:g} and "
-            f"{'a GPU' if hardware.gpus else 'this machine'} has {device / 1e9:.1f} GB: lower it, "
+            f"{'a GPU' if hardware.gpus else hardware.owner} has {device / 1e9:.1f} GB: lower it, "
             "or leave it out"
         )
     if limit_gb is not None:
         return round(limit_gb * 1e9)
     if hardware.gpus:
         return None
-    free = min(memory_info()["MemAvailable"], hardware.memory)
+    free = hardware.memory
+    if hardware.host is None:
+        free = min(memory_info()["MemAvailable"], free)
     return round(FREE_SHARE * free / _ranks_here(config, ranks))
 
 
@@ -302,10 +305,11 @@ def compare(
     Raises:
         MegacoreError: the typed error of a rank that failed for a reason other than memory.
     """
-    hardware = Hardware.detect()
+    hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
     memory_limit = memory_limit_of(config, ranks, hardware)
     limit = min(config.find_batch_size.max_batch, math.ceil(samples / ranks))
+    precision = hardware.resolve_precision(config.train.precision)
     job = FinetuneJob(
         config=method_config(config, method, config.train.micro_batch_size),
         pretrained_directory=pretrained_directory,
@@ -314,6 +318,7 @@ def compare(
         exit_directory=str(scratch / "exit"),
         ranks=ranks,
         threads_per_rank=threads,
+        precision=precision,
     )
     search = find_batch(job, limit=limit, memory_limit=memory_limit, scratch=scratch, watch=watch)
     epoch, failure = None, None
@@ -325,7 +330,7 @@ def compare(
     return {
         "method": method,
         "ranks": ranks,
-        "precision": hardware.resolve_precision(config.train.precision),
+        "precision": precision,
         "samples": samples,
         "memory_limit": memory_limit,
         "limit": limit,

@@ -91,7 +91,7 @@ def finetune(job: FinetuneJob) -> None:
         from megacore.observe.recorder import Recorder
 
         config, run_directory = job.config, Path(job.run_directory)
-        precision = resolve_precision(config.train.precision, device.type)
+        precision = resolve_precision(job.precision or config.train.precision, device.type)
         with finetune_memory_errors(config, rank):
             task = build_task(config, Path(job.examples_directory), Path(job.pretrained_directory))
             trainer = prepare(

@@ -53,7 +53,7 @@ def pretrain(job: TrainJob) -> None:
     config, run_directory = job.config, Path(job.run_directory)
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
-        precision = resolve_precision(config.train.precision, device.type)
+        precision = resolve_precision(job.precision or config.train.precision, device.type)
         # before the model takes the GPU's memory
         peaks = Peaks.of(device, precision, tf32=config.train.tf32)
         compiled_adam = False

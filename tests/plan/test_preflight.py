@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,35 @@ def test_a_login_node_without_a_gpu_may_submit_gpu_jobs(kind: str) -> None:
         "gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0
     )
     assert preflight(without_gpus, VOCAB_SIZE, CPU).unseen is None
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_precision_of_a_schedulers_unknown_gpus_must_be_given(kind: str) -> None:
+    values = {"launch__kind": kind, "launch__nproc_per_node": 1, "train__precision": "auto"}
+    with pytest.raises(
+        ConfigError,
+        match=rf"train\.precision is auto, and this machine has no GPU .* {kind} .* to bf16",
+    ):
+        preflight(conf("gpt2-tiny", **values), VOCAB_SIZE, CPU)
+    gpus = Hardware(8, 64 * GIB, (A100,), native_bf16=True)
+    assert preflight(conf("gpt2-tiny", **values), VOCAB_SIZE, gpus).precision == "bf16"
+
+
+def test_another_hosts_hardware_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("worker-1 slots=2\nworker-2 slots=2\n")
+    values = {"launch__hostfile": str(tmp_path / "hosts"), "train__precision": "auto"}
+    config = conf("gpt2-345m-8gpu", **values)
+    gpus = Hardware(64, 2**40, (A100, A100), native_bf16=True, host="worker-1")
+    report = preflight(config, VOCAB_SIZE, gpus)
+    assert (report.ranks, report.precision, report.device_type) == (4, "bf16", "cuda")
+    assert report.summary().endswith("of host worker-1")
+    with pytest.raises(ParallelLayoutError, match=r"slots of host worker-1 .* is 2 and .* has 1"):
+        preflight(config, VOCAB_SIZE, replace(gpus, gpus=(A100,)))
+    small = replace(gpus, gpus=(Gpu("NVIDIA T4", 2 * GIB),) * 2)
+    with pytest.raises(ConfigError, match=r"and host worker-1 has 2\.0 GiB per rank"):
+        preflight(config, VOCAB_SIZE, small)
+    with pytest.raises(ConfigError, match="sized for GPUs and host worker-1 has none"):
+        preflight(config, VOCAB_SIZE, replace(gpus, gpus=(), native_bf16=False))
 
 
 @pytest.mark.parametrize(

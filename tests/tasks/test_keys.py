@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from megacore.artifact import Artifact, StageKey
+from megacore.cluster.hosts import hardware
 from megacore.config import FinetuneConfig, RunConfig, load_config
 from megacore.config.base import FinetuneStage, PretrainStage, Section
 from megacore.config.load import parse_finetune_config
@@ -426,6 +427,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
     directory = tmp_path_factory.mktemp("keys")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(4, 2**33)))
+        patch.setattr(hardware, "hosts_of", lambda launch: {})  # whatever hosts a hostfile names
         patch.setenv("MEGACORE_WORKSPACE", str(directory / "workspace"))
         yield Files(directory)
 

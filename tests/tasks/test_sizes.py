@@ -7,7 +7,9 @@ import pytest
 from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
+from megacore.cluster.hosts import hardware
 from megacore.config import RunConfig
+from megacore.config.launch import LaunchConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob, EvaluateJob, TrainJob
@@ -16,7 +18,7 @@ from megacore.train.state import TrainState
 from tasks import train
 from tasks.index import requested_samples
 from tasks.preflight import planned_epochs
-from tasks.train import job_of, make_job, training_counts
+from tasks.train import job_of, make_job, precision_of, training_counts
 from tests.data._files import write_tokens
 from tests.tasks.conftest import make_config
 
@@ -127,6 +129,27 @@ def test_job_of_one_rank_ignores_the_layout(tmp_path: Path) -> None:
     ConvertJob(**job.model_dump(), **dict.fromkeys(names, "/"), card={})
     EvaluateJob(**job.model_dump(), checkpoints=(), unigram=True, output="/")
     assert TrainJob(**job.model_dump(), planned_samples=8).planned_samples == 8
+
+
+def test_other_hosts_are_asked_only_for_the_precision_auto(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def answer(launch: LaunchConfig) -> Hardware:
+        asked.append(launch)
+        return Hardware(8, 2**33, native_bf16=True, host="worker-1")
+
+    monkeypatch.setattr(hardware, "hardware_of", answer)
+    config = tensor_parallel_config()
+    fixed = config.model_copy(
+        update={"train": config.train.model_copy(update={"precision": "fp16"})}
+    )
+    assert precision_of(fixed) == "fp16"
+    assert not asked
+    assert config.train.precision == "auto"
+    assert precision_of(config) == "bf16"
+    assert asked == [config.launch]
 
 
 def tensor_parallel_config() -> RunConfig:
