@@ -37,11 +37,23 @@ class CheckpointWriter:
         tokenizer: "Tokenizer",
         options: GenerateOptions,
         *,
-        end: int,
+        ends: tuple[int, ...],
         precision: Any,
         threads: int,
     ) -> None:
-        """Load the model. Raises CheckpointError."""
+        """Load the model.
+
+        Args:
+            source: the model's weights and specification.
+            tokenizer: the model's tokenizer.
+            options: options of generation.
+            ends: ids of the tokens that end a text; the first one ends T5's prompts.
+            precision: compute type.
+            threads: number of CPU threads.
+
+        Raises:
+            CheckpointError: the weights are damaged or of another model.
+        """
         from megacore.engine.native import DTYPES
         from megacore.generate.weights import load_model
         from megacore.hardware import resolve_precision
@@ -52,7 +64,7 @@ class CheckpointWriter:
         device = choose_device()
         dtype = DTYPES[resolve_precision(precision, device.type)]
         self._model: Any = load_model(source, ProcessMesh.serial(), device=device, dtype=dtype)
-        self._source, self._tokenizer, self._options, self._end = source, tokenizer, options, end
+        self._source, self._tokenizer, self._options, self._ends = source, tokenizer, options, ends
         self.answers = source.spec.family == "t5"
 
     def write(self, text: str, emit: Callable[[str], object]) -> None:
@@ -65,16 +77,16 @@ class CheckpointWriter:
         from megacore.tokenizer.load import IncrementalText
 
         ids = self._tokenizer.encode(text).tolist()
-        prompt = [*ids, self._end] if ids and self.answers else ids
+        prompt = [*ids, self._ends[0]] if ids and self.answers else ids
         pieces = IncrementalText(self._tokenizer.decode, emit, () if self.answers else ids)
         generate(
             self._model,
             [prompt],
             self._options,
             vocab_size=self._source.spec.vocab_size,
-            end=self._end,
+            ends=self._ends,
             start=self._source.spec.special_tokens.pad or 0,
-            on_token=lambda _, token: pieces.add(token) if token != self._end else None,
+            on_token=lambda _, token: pieces.add(token) if token not in self._ends else None,
         )
         pieces.end()
 

@@ -266,18 +266,18 @@ def generate(
         return
     require_family(source, ("gpt", "t5"), "megacore generate")
     model_tokenizer = find_tokenizer(source, tokenizer)
-    answers, end = source.spec.family == "t5", _end_token(source.spec, model_tokenizer)
+    answers, ends = source.spec.family == "t5", _end_tokens(source.spec, model_tokenizer)
     ranks = ranks_of(source.spec, tensor_model_parallel_size, 1, precision)
-    prompts = _encoded(model_tokenizer, texts, end if answers else None)
+    prompts = _encoded(model_tokenizer, texts, ends[0] if answers else None)
     new_token_limits(prompts, options, source.spec.max_position_embeddings, answers=answers)
     if len(texts) <= 1 and not as_json and ranks["ranks"] == 1:
         threads = ranks["threads_per_rank"]
         writer = CheckpointWriter(
-            source, model_tokenizer, options, end=end, precision=precision, threads=threads
+            source, model_tokenizer, options, ends=ends, precision=precision, threads=threads
         )
         write_all(writer, texts)
         return
-    fields = {"source": source, "prompts": prompts, "options": options, "end": end}
+    fields = {"source": source, "prompts": prompts, "options": options, "ends": ends}
     continuations = _by_ranks(fields | {"batch_size": batch_size} | ranks)
     rows = [
         _continuation_row(model_tokenizer, text, ids, continuation, answers)
@@ -361,11 +361,14 @@ def _encoded(
     return tuple(tuple(ids + last if ids else ids) for ids in encoded)
 
 
-def _end_token(spec: "ModelSpec", tokenizer: "Tokenizer") -> int:
-    """Return the id of the token that ends a text: T5's </s>, else the end of a document."""
+def _end_tokens(spec: "ModelSpec", tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """Return the ids of the tokens that end a text.
+
+    The first is T5's </s>, else the end of a document; the model's other ends follow.
+    """
     roles = spec.special_tokens
     end = roles.sep if spec.family == "t5" and roles.sep is not None else roles.eod
-    return tokenizer.eod_id if end is None else end
+    return tuple(dict.fromkeys((tokenizer.eod_id if end is None else end, *roles.ends)))
 
 
 def _continuation_row(

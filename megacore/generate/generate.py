@@ -4,7 +4,7 @@ The random draws of a prompt depend only on the seed, the prompt's number and th
 drawn so far.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class Continuation:
     """Tokens that a model has generated for one prompt."""
 
     tokens: tuple[int, ...]
-    """New ids, including the end token if the model ended the text."""
+    """New ids, including the token that ended the text, if the model ended it."""
     ended: bool
     """True if the model ended the text, False if it reached the limit of tokens."""
 
@@ -43,7 +43,7 @@ def generate(
     options: GenerateOptions,
     *,
     vocab_size: int,
-    end: int | None = None,
+    ends: Collection[int] = (),
     start: int = 0,
     batch_size: int = 8,
     use_cache: bool = True,
@@ -61,7 +61,7 @@ def generate(
         prompts: ids of each prompt, of any lengths; for T5 the encoder's input.
         options: sampling method and number of tokens.
         vocab_size: vocabulary size of the model before padding; padding rows are never chosen.
-        end: id of the token that ends a text; None generates all tokens of every prompt.
+        ends: ids of the tokens that end a text; without any, every prompt gets all its tokens.
         start: first id of T5's decoder.
         batch_size: prompts per batch.
         use_cache: cache keys and values. Without the cache, every step computes all preceding
@@ -94,7 +94,7 @@ def generate(
             chooser,
             [limits[number] for number in numbers],
             vocab_size,
-            end,
+            ends,
             model.tp,
             None if on_token is None else _numbered(on_token, first),
         )
@@ -315,7 +315,7 @@ def _continue(
     chooser: Chooser,
     limits: Sequence[int],
     vocab_size: int,
-    end: int | None,
+    ends: Collection[int],
     tp: ParallelGroup,
     on_token: Callable[[int, int], None] | None,
 ) -> list[Continuation]:
@@ -332,10 +332,10 @@ def _continue(
         unfinished = [
             index
             for index, row in enumerate(running)
-            if tokens[row][-1] != end and len(tokens[row]) < limits[row]
+            if tokens[row][-1] not in ends and len(tokens[row]) < limits[row]
         ]
         if not unfinished:
-            return [Continuation(tuple(row), ended=row[-1] == end) for row in tokens]
+            return [Continuation(tuple(row), ended=row[-1] in ends) for row in tokens]
         if len(unfinished) < len(running):
             running, chosen = [running[index] for index in unfinished], chosen[unfinished]
             batch.keep(unfinished)

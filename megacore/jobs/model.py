@@ -130,8 +130,8 @@ class GenerateJob(ModelJob):
     """Token ids of each prompt."""
     options: GenerateOptions
     """Sampling method and limit of new tokens."""
-    end: int | None
-    """Id of the token that ends a text; null means that every prompt gets all its new tokens."""
+    ends: tuple[int, ...]
+    """Ids of the tokens that end a text; without any, every prompt gets all its new tokens."""
 
 
 class ZeroShotJob(ModelJob):

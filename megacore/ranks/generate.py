@@ -33,7 +33,7 @@ def continue_prompts(job: GenerateJob) -> None:
             job.prompts,
             job.options,
             vocab_size=job.source.spec.vocab_size,
-            end=job.end,
+            ends=job.ends,
             start=job.source.spec.special_tokens.pad or 0,
             batch_size=job.batch_size,
         )

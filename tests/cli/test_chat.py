@@ -93,7 +93,7 @@ def test_streamed_text_equals_that_of_the_whole_generation(
     options = GenerateOptions(max_new_tokens=20, top_k=40)
     source = find_model(files.checkpoint)
     tokenizer = find_tokenizer(source, None)
-    writer = CheckpointWriter(source, tokenizer, options, end=0, precision="fp32", threads=1)
+    writer = CheckpointWriter(source, tokenizer, options, ends=(0,), precision="fp32", threads=1)
     write_all(writer, ["the value of"])
     import torch
 
@@ -101,7 +101,7 @@ def test_streamed_text_equals_that_of_the_whole_generation(
         source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
     )
     prompt = tokenizer.encode("the value of").tolist()
-    (expected,) = generate(model, [prompt], options, vocab_size=source.spec.vocab_size, end=0)  # type: ignore[arg-type]
+    (expected,) = generate(model, [prompt], options, vocab_size=source.spec.vocab_size, ends=[0])  # type: ignore[arg-type]
     new = expected.tokens[:-1] if expected.ended else expected.tokens
     assert len(new) > 5
     assert capsys.readouterr().out == tokenizer.decode([*prompt, *new]) + "\n"

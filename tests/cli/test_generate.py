@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import CheckpointError, ConfigError, DataFormatError, MegacoreError
+from megacore.jobs.model import GenerateJob
+from megacore.tokenizer import load_tokenizer
 from tests.cli._model import Files, output, run, write_files
 
 PROMPTS = ("--prompt", "the value of", "--prompt", "the sum of step 3 is not the sum of step")
@@ -89,6 +92,53 @@ def test_bad_input_is_refused_in_one_sentence(
     assert isinstance(result.exception, error), result.output
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+def written(directory: Path, prompt: list[int], count: int) -> list[int]:
+    """Return the most probable tokens after `prompt`, none of which ends the text."""
+    import torch
+
+    from megacore.convert.model_source import find_model
+    from megacore.generate.generate import generate
+    from megacore.generate.weights import load_model
+    from megacore.jobs.model import GenerateOptions
+    from megacore.parallel.mesh import ProcessMesh
+
+    source = find_model(directory)
+    model = load_model(
+        source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
+    )
+    options = GenerateOptions(max_new_tokens=count)
+    [continuation] = generate(model, [prompt], options, vocab_size=source.spec.vocab_size)  # type: ignore[arg-type]
+    return list(continuation.tokens)
+
+
+def test_every_end_of_the_model_ends_a_text(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.ranks.process.set_up_arithmetic", lambda threads: None)
+    arguments = ("--prompt", PROMPTS[1], "--max-new-tokens", 20)
+    tokenizer = load_tokenizer(files.tokenizer)
+    prompt = tokenizer.encode(PROMPTS[1]).tolist()
+    new = written(files.export, prompt, 20)
+    model = tmp_path / "model"
+    shutil.copytree(files.export, model)
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, new[9], new[5]]}), encoding="utf-8"
+    )
+    first = min(new.index(new[9]), new.index(new[5]))
+    expected = tokenizer.decode([*prompt, *new[:first]])
+    assert output("generate", model, *arguments) == f"{expected}\n"
+    jobs = []
+
+    def run_job(module: str, job: GenerateJob, scratch: Path) -> dict[str, object]:
+        jobs.append(job)
+        return {"continuations": [{"tokens": [new[0], new[5]], "ended": True}]}
+
+    monkeypatch.setattr("megacore.ranks.stages.run_job", run_job)
+    [row] = json.loads(output("generate", model, *arguments, "--json"))
+    assert jobs[0].ends == (0, new[9], new[5])
+    assert row["continuation"] == tokenizer.decode(new[:1])
 
 
 def test_models_that_do_not_continue_text_are_refused(files: Files, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.forms import hf_form_of, model_config, read_spec
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import recorded_outputs
+from megacore.errors import ConversionError
 from megacore.models.inputs import ModelInput
 from tests.convert._models import MODELS, on_disk, our_model, samples, their_model, tiny_spec
 
@@ -137,6 +138,28 @@ def first_sample(micro_batch: ModelInput) -> ModelInput:
             field: None if value is None else value[:1]
             for field, value in vars(micro_batch).items()
         }
+    )
+
+
+def test_a_t5_without_a_number_of_decoder_layers_has_as_many_as_the_encoder() -> None:
+    values = model_config(tiny_spec("t5"), "float32") | {"num_decoder_layers": None}
+    assert read_spec(HfConfig(values, "config.json"))[1].model.decoder_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "supported"),
+    [("neox", "rotary_pct", "0.25"), ("phi3-ungrouped", "partial_rotary_factor", "0.25")],
+)
+def test_an_odd_number_of_rotated_elements_is_refused_by_name(
+    name: str, key: str, supported: str
+) -> None:
+    values = model_config(tiny_spec(name), "float32") | {key: 0.375}
+    values.pop("rope_parameters")
+    with pytest.raises(ConversionError) as raised:
+        read_spec(HfConfig(values, "DIR/config.json"))
+    assert str(raised.value) == (
+        "DIR/config.json describes a model with rotary_percent 0.375, which models here lack: only "
+        f"{supported} can be read"
     )
 
 

@@ -47,7 +47,7 @@ def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
             [
                 continuation.tokens
                 for continuation in generate(
-                    model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD
+                    model, prompts, options, vocab_size=VOCAB, ends=[_tiny.EOD]
                 )
             ]
             for options in OPTIONS

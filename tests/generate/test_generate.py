@@ -18,7 +18,7 @@ OPTIONS = [GenerateOptions(max_new_tokens=30), GenerateOptions(max_new_tokens=30
 def continuations(
     model: GPTModel, prompts: list[list[int]], options: GenerateOptions, **changes: Any
 ) -> list[Continuation]:
-    values = {"vocab_size": _tiny.VOCAB, "end": _tiny.EOD}
+    values = {"vocab_size": _tiny.VOCAB, "ends": [_tiny.EOD]}
     return generate(model, prompts, options, **{**values, **changes})
 
 
@@ -67,24 +67,37 @@ def test_long_prompts_continue_the_same_without_cache() -> None:
 
 def test_a_continuation_ends_with_the_end_of_document_token() -> None:
     model = _tiny.random_model(_tiny.spec())
-    free = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=None)
+    free = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), ends=())
     assert [len(continuation.tokens) for continuation in free] == [20] * 5
     assert not any(continuation.ended for continuation in free)
     end = free[2].tokens[3]
-    stopped = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=end)
+    stopped = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), ends=[end])
     for with_end, without in zip(stopped, free, strict=True):
         stop = without.tokens.index(end) + 1 if end in without.tokens else 20
         assert with_end == Continuation(without.tokens[:stop], ended=end in without.tokens)
     assert len(stopped[2].tokens) <= 4
 
 
+def test_a_continuation_ends_with_the_first_of_several_ends() -> None:
+    model = _tiny.random_model(_tiny.spec())
+    free = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), ends=())
+    ends = [free[1].tokens[5], free[2].tokens[3]]
+    assert ends[0] not in free[2].tokens[:4]
+    stopped = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), ends=ends)
+    for with_ends, without in zip(stopped, free, strict=True):
+        found = [number for number, token in enumerate(without.tokens, 1) if token in ends]
+        stop = found[0] if found else 20
+        assert with_ends == Continuation(without.tokens[:stop], ended=bool(found))
+    assert len(stopped[2].tokens) <= 4
+
+
 def test_each_prompt_is_limited_by_its_own_length() -> None:
     model = _tiny.random_model(_tiny.spec())
-    results = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), end=None)
+    results = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), ends=())
     assert [len(result.tokens) for result in results] == [61, 4]
     assert (
         results[1]
-        == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
+        == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), ends=())[0]
     )
 
 

@@ -58,7 +58,13 @@ def test_greedy_tokens_equal_transformers(pair: tuple[Any, T5Model], batch_size:
     prompts = _tiny.prompts()
     options = GenerateOptions(max_new_tokens=NEW_TOKENS)
     continuations = generate(
-        ours, prompts, options, vocab_size=_tiny.VOCAB, end=END, start=START, batch_size=batch_size
+        ours,
+        prompts,
+        options,
+        vocab_size=_tiny.VOCAB,
+        ends=[END],
+        start=START,
+        batch_size=batch_size,
     )
     for prompt, continuation in zip(prompts, continuations, strict=True):
         expected = theirs.generate(
@@ -92,7 +98,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(
     options = GenerateOptions(max_new_tokens=NEW_TOKENS, temperature=1.0)
     both = [
         generate(
-            pair[1], _tiny.prompts(), options, vocab_size=_tiny.VOCAB, end=END, batch_size=size
+            pair[1], _tiny.prompts(), options, vocab_size=_tiny.VOCAB, ends=[END], batch_size=size
         )
         for size in (1, 3)
     ]

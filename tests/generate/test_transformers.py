@@ -1,6 +1,6 @@
 """Greedy tokens of random models saved by transformers, compared with transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(theirs, ours)
 
 
-def continue_with_transformers(theirs: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def continue_with_transformers(
+    theirs: Any, prompts: list[list[int]], ends: Sequence[int] = (_tiny.EOD,)
+) -> list[tuple[int, ...]]:
     """Continue prompts with transformers, padded on the left."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -173,13 +175,13 @@ def continue_with_transformers(theirs: Any, prompts: list[list[int]]) -> list[tu
             attention_mask=present,
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
-            eos_token_id=_tiny.EOD,
+            eos_token_id=list(ends),
             pad_token_id=0,
         )
     rows = []
     for row in generated[:, width:].tolist():
-        end = row.index(_tiny.EOD) + 1 if _tiny.EOD in row else len(row)
-        rows.append(tuple(row[:end]))
+        places = (place for place, token in enumerate(row, 1) if token in ends)
+        rows.append(tuple(row[: next(places, len(row))]))
     return rows
 
 
@@ -191,10 +193,22 @@ def test_greedy_tokens_equal_transformers(pair: Pair, batch_size: int) -> None:
         prompts,
         GenerateOptions(max_new_tokens=NEW_TOKENS),
         vocab_size=_tiny.VOCAB,
-        end=_tiny.EOD,
+        ends=[_tiny.EOD],
         batch_size=batch_size,
     )
     theirs = [continue_with_transformers(pair.theirs, [prompt])[0] for prompt in prompts]
     assert [continuation.tokens for continuation in ours] == theirs
     assert continue_with_transformers(pair.theirs, prompts) == theirs
     assert len({token for row in theirs for token in row}) > 10
+
+
+def test_every_end_ends_a_text_as_in_transformers(pair: Pair) -> None:
+    prompts, options = _tiny.prompts(), GenerateOptions(max_new_tokens=NEW_TOKENS)
+    free = generate(pair.ours, prompts, options, vocab_size=_tiny.VOCAB)
+    ends = [free[0].tokens[4], free[1].tokens[6]]
+    ours = generate(pair.ours, prompts, options, vocab_size=_tiny.VOCAB, ends=ends)
+    theirs = continue_with_transformers(pair.theirs, prompts, ends)
+    assert [continuation.tokens for continuation in ours] == theirs
+    assert ours[0].ended
+    assert ours[1].ended
+    assert ours != free

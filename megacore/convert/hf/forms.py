@@ -187,9 +187,23 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         raise ConversionError(
             f"{config.path} describes no model ({_reason(error)}): copy it again"
         ) from error
+    _check_exportable(config, hf_class, spec)
     exported = counterpart(spec.family, spec.model)
     same_form = FORMS[exported.model_type] is FORMS[hf_class.model_type]
     return exported if same_form else hf_class, spec
+
+
+def _check_exportable(config: HfConfig, hf_class: Counterpart, spec: ModelSpec) -> None:
+    """Raise ConversionError for a model of the class that could not be exported again."""
+    lacking = [entry.obstacles(spec.model) for entry in COUNTERPARTS if entry.family == spec.family]
+    if not all(lacking):
+        return
+    of_class = [entry for entry in COUNTERPARTS if entry.model_type == hf_class.model_type]
+    option, value, supported = min((entry.obstacles(spec.model) for entry in of_class), key=len)[0]
+    raise ConversionError(
+        f"{config.path} describes a model with {option} {value}, which models here lack: only "
+        f"{supported} can be read"
+    )
 
 
 def _check_layers(config: HfConfig) -> None:

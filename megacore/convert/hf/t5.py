@@ -144,6 +144,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     config.refuse_unless("decoder_start_token_id", config.token("pad_token_id") or 0)
     dropout = config.get("dropout_rate", float, 0.1)
     layers = config.get("num_layers", int)
+    decoder_layers = config.optional("num_decoder_layers", int)
     # transformers 5 marks the head of every T5 as tied; only version 1.1 does not scale its input.
     # A head without scaling is read as untied, until the files show that they have none.
     scaled = config.get(
@@ -159,7 +160,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     activation = HfConfig({"feed_forward_proj": function}, config.path)
     return {
         "num_layers": layers,
-        "num_decoder_layers": config.get("num_decoder_layers", int, layers),
+        "num_decoder_layers": layers if decoder_layers is None else decoder_layers,
         "hidden_size": config.get("d_model", int),
         "num_attention_heads": config.get("num_heads", int),
         "kv_channels": config.get("d_kv", int, 64),
