@@ -454,6 +454,7 @@ class NeoxTensors(Mapping[str, Tensor]):
             name = self._layers.name_of(entry.layer, entry.names)
             parts = self._layers.parts(entry.layer, name)
             used.add((entry.layer, name))
+            self._check_ranks(name, entry.layer, parts)
             copied = entry.merge == self._copy
             copied = copied or (entry.merge == self._row_bias and not self._parallel)
             shape = tuple(parts[0].shape) if copied else _merged_shape(entry, parts)
@@ -465,6 +466,17 @@ class NeoxTensors(Mapping[str, Tensor]):
             if copied:
                 self._compare(name, entry.layer, parts)
         return used | self._tied(shapes)
+
+    def _check_ranks(self, name: str, layer: int, parts: Parts) -> None:
+        """Refuse ranks whose parts of a tensor have different shapes."""
+        first = tuple(parts[0].shape)
+        for rank, part in enumerate(parts):
+            if tuple(part.shape) != first:
+                raise CheckpointError(
+                    f"{self._layers.where} has {name} of layer {layer} of shape {first} on tensor "
+                    f"rank 0 and of {tuple(part.shape)} on tensor rank {rank}: use another "
+                    "checkpoint"
+                )
 
     def _compare(self, name: str, layer: int, parts: Parts) -> None:
         first = parts[0].float()

@@ -99,6 +99,18 @@ def written(root: Path, edit: Callable[[dict[int, Any]], object], **settings: An
             lambda layers: layers[6].update({"norm.bias": ["text", "text"]}),
             "holds str as norm.bias of layer 6",
         ),
+        (
+            lambda layers: layers[6].update({"norm.bias": [torch.ones(32), torch.ones(31)]}),
+            "has norm.bias of layer 6 of shape (32,) on tensor rank 0 and of (31,) on tensor rank "
+            "1: use another checkpoint",
+        ),
+        (
+            # It could be added to the other rank's bias.
+            lambda layers: layers[3].update(
+                {"attention.dense.bias": [torch.ones(32), torch.ones(1)]}
+            ),
+            "has attention.dense.bias of layer 3 of shape (32,) on tensor rank 0 and of (1,)",
+        ),
     ],
 )
 def test_every_tensor_is_used_exactly_once(
