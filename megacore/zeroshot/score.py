@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.config.rope import same_up_to
 from megacore.config.train import PasskeyConfig
 from megacore.models.gpt import GPTModel
 from megacore.observe.logging import logger, perplexity
@@ -298,7 +299,11 @@ class ZeroshotScorer:
             row[: len(read.tokens)] = torch.from_numpy(read.tokens)
         tokens = tokens.to(self._device)
         first = min(len(read.tokens) - 1 - read.scored for read in reads)
-        logits = self._model(tokens[:, :-1], last=tokens.shape[1] - 1 - first)
+        logits = self._model(
+            tokens[:, :-1],
+            position_ids=self._positions(reads, tokens.shape[1] - 1),
+            last=tokens.shape[1] - 1 - first,
+        )
         for row, read, row_logits in zip(tokens, reads, logits, strict=True):
             stop = len(read.tokens)
             labels = row[stop - read.scored : stop]
@@ -306,3 +311,13 @@ class ZeroshotScorer:
             selected = selected[:, : self._vocab_size].float()
             losses = F.cross_entropy(selected, labels, reduction="none").double()
             yield torch.stack([losses.sum(), (selected.argmax(-1) != labels).sum().double()])
+
+    def _positions(self, reads: Sequence[_Read], width: int) -> Tensor | None:
+        """Return the positions [b, width] of a padded batch; None counts from 0.
+
+        Where rotations depend on the largest position of a row, padding repeats the last one.
+        """
+        if same_up_to(self._model.model.rope_scaling) is None:
+            return None
+        last = torch.tensor([[len(read.tokens) - 2] for read in reads], device=self._device)
+        return torch.arange(width, device=self._device)[None].minimum(last)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megacore.config.model import ModelConfig
 from megacore.config.train import PasskeyConfig
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
@@ -204,8 +205,9 @@ class Copying:
     """Model that continues as after the last place that ends as the tokens so far."""
 
     max_position_embeddings = 800
+    model = ModelConfig()
 
-    def __call__(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, position_ids: None, last: int) -> torch.Tensor:
         logits = torch.zeros(len(tokens), last, VOCAB)
         for row, ids in zip(logits, tokens.tolist(), strict=True):
             for place, end in enumerate(range(len(ids) - last + 1, len(ids) + 1)):
@@ -230,7 +232,7 @@ class Guessing(Copying):
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(5)
 
-    def __call__(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, position_ids: None, last: int) -> torch.Tensor:
         return torch.randn(len(tokens), last, VOCAB, generator=self._generator)
 
 
@@ -264,3 +266,26 @@ def test_scores_of_reads_of_unequal_length_equal_whole_logits(setup: Setup) -> N
     for read, (loss, _) in zip(reads, scores.tolist(), strict=True):
         expected = token_losses(setup.theirs, read.tokens.tolist())[-read.scored :].sum()
         assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_are_those_of_each_read(kind: str) -> None:
+    model = _tiny.random_model(_tiny.spec(**_tiny.KINDS[kind]))
+    reads = [_Read(torch.arange(3, 3 + length).numpy(), scored) for length, scored in READS]
+    batched, single = (
+        ZeroshotScorer(
+            model,
+            ProcessMesh.serial(),
+            torch.device("cpu"),
+            vocab_size=_tiny.VOCAB,
+            batch_size=size,
+        )._scores(reads)
+        for size in (4, 1)
+    )
+    for read, (loss, _), (alone, _) in zip(reads, batched.tolist(), single.tolist(), strict=True):
+        ids = torch.from_numpy(read.tokens)
+        with torch.inference_mode():
+            logits = model(ids[None, :-1])[0, -read.scored :, : _tiny.VOCAB].double()
+        expected = F.cross_entropy(logits, ids[-read.scored :], reduction="sum")
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+        assert alone == pytest.approx(float(expected), rel=1e-5)
