@@ -139,7 +139,7 @@ def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
     if used:
         raise ConversionError(f"{where} was trained with {', '.join(used)}, which is not read")
     activation = config.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ConversionError(f"{where} was trained with hidden_act {activation!r}, not read here")
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     try:

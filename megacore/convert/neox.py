@@ -223,18 +223,18 @@ def _spec(settings: Mapping[str, Any], layers: _LayerFiles, where: Path) -> Mode
         raise ConversionError(
             f"{where} was trained with {', '.join(others)}, which no model of megacore has"
         )
-    rows = sum(len(part) for part in layers.parts(0, "word_embeddings.weight"))
+    rows = sum(len(part) if part.dim() else 0 for part in layers.parts(0, "word_embeddings.weight"))
     try:
         fields = _model_fields(settings, layers, kinds)
         model = ModelConfig(**fields, make_vocab_size_divisible_by=_divisor(rows))
         check_model("gpt", model, 1)
+        return ModelSpec(family="gpt", model=model, vocab_size=rows)
     except (ValidationError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"the configuration in {where / 'configs'} describes no model: {reason}: use another "
             "checkpoint"
         ) from error
-    return ModelSpec(family="gpt", model=model, vocab_size=rows)
 
 
 def _divisor(rows: int) -> int:

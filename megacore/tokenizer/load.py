@@ -185,7 +185,10 @@ class JsonTokenizer(Tokenizer):
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the vocabulary lacks it."""
-        number: int | None = self.backend.token_to_id(token)
+        try:
+            number: int | None = self.backend.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+            return None
         return number
 
     def tokens(self) -> list[str]:
@@ -313,7 +316,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         ) from error
     except Exception as error:  # the bindings raise plain Exception
         raise DataFormatError(
-            f"{path} is not a tokenizer.json that `tokenizers` reads: {error}"
+            f"{path} is not a tokenizer.json that `tokenizers` reads: "
+            f"{' '.join(str(error).split())}"
         ) from error
     backend.no_padding()
     backend.no_truncation()

@@ -95,6 +95,18 @@ def test_a_file_without_args_is_refused(tmp_path: Path) -> None:
         read_deepspeed(tmp_path)
 
 
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    written_zero1(tmp_path, tensor=1)
+    path = tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with as_deepspeeds():
+        state = torch.load(path, weights_only=False)
+        moments = state["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        moments[0]["step"] = torch.tensor(torch.inf)
+        torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"is not as DeepSpeed writes it \(OverflowError"):
+        read_deepspeed(tmp_path)
+
+
 def test_names_of_another_program_are_refused(tmp_path: Path) -> None:
     state = {"module": {"transformer.wte.weight": torch.ones(2, 2)}, "global_steps": 1}
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")

@@ -124,6 +124,10 @@ def without_layer(state: dict[str, Any]) -> None:
             "holds int as language_model.encoder",
         ),
         (
+            lambda state: encoder_of(state).update({"final_layernorm.bias": torch.ones(32) > 0}),
+            "holds torch.bool as language_model.encoder.final_layernorm.bias where a tensor of fl",
+        ),
+        (
             lambda state: state["model"]["language_model"].pop("embedding"),
             "no language_model.embedding.word_emb",
         ),

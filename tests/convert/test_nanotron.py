@@ -104,6 +104,7 @@ def test_every_parameter_is_used_exactly_once(
         ({"moe_config": {"num_experts": 2}}, ConversionError, "moe_config"),
         ({"attention_bias": True}, ConversionError, "attention_bias True"),
         ({"hidden_act": "relu"}, ConversionError, "hidden_act 'relu'"),
+        ({"hidden_act": ["silu"]}, ConversionError, "hidden_act ['silu']"),
         ({"is_llama_config": False}, ConversionError, "only Llama and Qwen2 models"),
         ({"num_hidden_layers": 4}, CheckpointError, "it lacks model.decoder.3"),
         ({"hidden_size": 10**12}, CheckpointError, "describes no model"),

@@ -105,6 +105,10 @@ def written(root: Path, edit: Callable[[dict[int, Any]], object], **settings: An
             "1: use another checkpoint",
         ),
         (
+            lambda layers: layers[0].update({"word_embeddings.weight": [torch.ones(())] * 2}),
+            "describes no model: 1 validation error for ModelSpec vocab_size Input should be gr",
+        ),
+        (
             # It could be added to the other rank's bias.
             lambda layers: layers[3].update(
                 {"attention.dense.bias": [torch.ones(32), torch.ones(1)]}

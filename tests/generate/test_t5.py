@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.convert.hf.write import write_model
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
 from megacore.generate.generate import EncodedBatch, generate
@@ -13,6 +14,7 @@ from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions, new_token_limits
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import ProcessMesh
+from tests.convert._models import our_model, tiny_spec
 from tests.generate import _tiny
 
 END, START, NEW_TOKENS = 1, 0, 15
@@ -103,6 +105,29 @@ def test_sampled_answers_do_not_depend_on_the_batch(
         for size in (1, 3)
     ]
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("decoder_layers", [2, 4])
+def test_transformers_generates_with_every_export(tmp_path: Path, decoder_layers: int) -> None:
+    """The cache of transformers has three layers here, as the encoder."""
+    from transformers import T5ForConditionalGeneration
+
+    spec = tiny_spec("t5", num_decoder_layers=decoder_layers)
+    ours = our_model(spec)
+    write_model(tmp_path, spec, {name: value.detach() for name, value in ours.named_parameters()})
+    theirs = T5ForConditionalGeneration.from_pretrained(tmp_path, local_files_only=True)
+    assert (theirs.generation_config.use_cache is False) == (decoder_layers == 4)
+    [prompt] = _tiny.prompts((9,))
+    [expected] = generate(
+        ours,
+        [prompt],
+        GenerateOptions(max_new_tokens=NEW_TOKENS),
+        vocab_size=spec.vocab_size,
+        ends=[END],
+        start=START,
+    )
+    written = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert written[0, 1:].tolist() == list(expected.tokens)
 
 
 def test_limits_of_prompts_and_answers_are_separate() -> None:

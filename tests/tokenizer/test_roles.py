@@ -13,7 +13,7 @@ from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, open_tokenizer
-from megacore.tokenizer.load import JsonTokenizer
+from megacore.tokenizer.load import JsonTokenizer, read_backend
 from megacore.tokenizer.vocabulary import continues_word, role_names, special_tokens
 from tests.data._corpus import byte_tokenizer
 
@@ -172,3 +172,17 @@ def test_sentencepieces_without_the_space_mark_continue_a_word(tmp_path: Path) -
     assert continues["o"]
     assert not continues["<s>"]
     assert not continues["<extra_id_0>"]
+
+
+def test_half_of_a_surrogate_pair_is_no_token() -> None:
+    assert byte_tokenizer().token_id("\ud800") is None
+
+
+def test_a_refused_file_is_named_in_one_line(tmp_path: Path) -> None:
+    values = json.loads(byte_tokenizer().backend.to_str())
+    values["model"]["merges"] = [["a\nb", "a"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(DataFormatError) as caught:
+        read_backend(tmp_path / "tokenizer.json")
+    assert "reads: Token `a b` out of vocabulary" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -92,7 +92,14 @@ def reading(path: Path) -> Iterator[None]:
     """Raise CheckpointError naming `path` if its content is not in DeepSpeed's format."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another "

@@ -5,6 +5,7 @@ Version 1.0 has a tied head and ReLU, version 1.1 an untied head and a gated MLP
 
 from typing import Any
 
+from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
 from megacore.convert.key_map import (
@@ -121,12 +122,20 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "initializer_factor": 1.0,
         "feed_forward_proj": f"gated-{activation}" if model.gated else activation,
         "is_encoder_decoder": True,
-        "use_cache": True,
+        "use_cache": caches_decoder(model),
         "pad_token_id": start,
         "eos_token_id": _end(spec),
         "decoder_start_token_id": start,
         "tie_word_embeddings": model.scales_decoder_outputs,
     }
+
+
+def caches_decoder(model: ModelConfig) -> bool:
+    """Return True if the cache of transformers, which has the encoder's layers, fits the decoder's.
+
+    Its `generate` ends with an IndexError if there are more layers in the decoder.
+    """
+    return model.decoder_layers <= model.num_layers
 
 
 def _end(spec: ModelSpec) -> int | None:

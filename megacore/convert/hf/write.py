@@ -22,6 +22,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
+from megacore.convert.hf.t5 import caches_decoder
 from megacore.convert.key_map import KeyMap
 from megacore.convert.tokenizers import read_tokenizer
 from megacore.errors import ConversionError
@@ -105,7 +106,8 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
             start = special.pad or 0
             end = special.all_ends(eod if special.sep is None else special.sep)
             ends = {} if end is None else {"eos_token_id": end}
-            return {"decoder_start_token_id": start, "pad_token_id": start, **ends}
+            cache = {} if caches_decoder(spec.model) else {"use_cache": False}
+            return {"decoder_start_token_id": start, "pad_token_id": start, **ends, **cache}
         case "bert":
             return {}
 

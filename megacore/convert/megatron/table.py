@@ -313,17 +313,19 @@ def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, 
         where: file that errors name.
 
     Raises:
-        CheckpointError: if a weight is not a tensor, or a tensor occurs twice.
+        CheckpointError: if a weight is not a tensor of floating-point numbers, or a tensor occurs
+            twice.
     """
     tensors: dict[str, Tensor] = {}
     for old, value in leaves(model):
         name = current_name(old)
         if name is None:
             continue
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(
-                f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use "
-                "another"
+                f"{where} holds {kind} as {name} where a tensor of floating-point numbers belongs: "
+                "use another"
             )
         if name in tensors:
             raise CheckpointError(
