@@ -31,7 +31,7 @@ class SpecialTokens(Section):
     """Token at the start of a text in the programs that the model came from, if it is not eod.
     Training does not add it; exports name it."""
     ends: tuple[int, ...] = ()
-    """Tokens besides eod at which generation ends in those programs. Exports name them."""
+    """Tokens besides eod that end a generated text. Exports name them."""
 
     @property
     def begin(self) -> int | None:
