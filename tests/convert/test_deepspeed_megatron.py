@@ -107,6 +107,16 @@ def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
         read_deepspeed(tmp_path)
 
 
+def test_a_shape_that_is_no_shape_is_refused(tmp_path: Path) -> None:
+    written_zero1(tmp_path, tensor=1)
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["param_shapes"][0][next(iter(state["param_shapes"][0]))] = "text"
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"is not as DeepSpeed writes it \(TypeError"):
+        read_deepspeed(tmp_path)
+
+
 def test_names_of_another_program_are_refused(tmp_path: Path) -> None:
     state = {"module": {"transformer.wte.weight": torch.ones(2, 2)}, "global_steps": 1}
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")

@@ -95,7 +95,9 @@ def sharded_parts(saved: Saved, rank: int) -> Parts:
     with reading(path):
         groups = [list(group) for group in model["param_shapes"]]
         shapes = {
-            name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()
+            name: tuple(torch.Size(shape))
+            for group in model["param_shapes"]
+            for name, shape in group.items()
         }
     parts = (
         _stretches_of_parameters(states, shapes)
