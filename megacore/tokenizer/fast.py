@@ -4,6 +4,7 @@ gigatoken: https://github.com/marcelroed/gigatoken.
 """
 
 import ctypes
+import itertools
 import logging
 import os
 import threading
@@ -39,6 +40,10 @@ _ADVERSARIAL = (
 )
 """Texts on which tokenizers have differed before: contractions, white space, digits, marks, emoji,
 scripts, long words."""
+_NEIGHBOURS = ("", "a", "é", "_", "1", "!", " ", "  ", "\n", "\r\n", "\t\x0b", "\u2028", "漢")
+"""Texts around an added token that strips white space, or that is found as a whole word only."""
+_ADDED_TOKENS = 64
+"""Maximum number of added tokens whose texts are compared."""
 
 
 class Encoder(Protocol):
@@ -102,11 +107,29 @@ def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str
 
 def adversarial_texts(tokenizer: JsonTokenizer) -> list[str]:
     """Return texts on which tokenizers tend to differ, some with the tokenizer's special tokens."""
-    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][
-        :64
-    ]
+    added = list(tokenizer.backend.get_added_tokens_decoder().values())
+    special = [token.content for token in added[:_ADDED_TOKENS]]
     in_context = [f"a{token}b {token} {token}{token}\n{token}" for token in special]
-    return [*_ADVERSARIAL, *in_context, "".join(special), *(token[:-1] for token in special)]
+    # Both neighbours decide whether these are found, and how much white space they take.
+    dependent = [
+        token.content for token in added if token.lstrip or token.rstrip or token.single_word
+    ][:_ADDED_TOKENS]
+    by_neighbours = [
+        before + token + after
+        for token in dependent
+        for before, after in (
+            *itertools.product(_NEIGHBOURS, _NEIGHBOURS),
+            *((other, "") for other in (*special, *dependent)),
+            *(("", other) for other in (*special, *dependent)),
+        )
+    ]
+    return [
+        *_ADVERSARIAL,
+        *in_context,
+        "".join(special),
+        *(part for token in special for part in (token[:-1], token[1:])),
+        *by_neighbours,
+    ]
 
 
 def take_sample(texts: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import AddedToken
 
 from megacore.tokenizer import fast, load_tokenizer
 from megacore.tokenizer.fast import GigatokenEncoder, choose_encoder, first_difference, take_sample
@@ -89,6 +90,42 @@ def test_an_unsupported_tokenizer_selects_the_fallback_with_a_warning(
     foreign = JsonTokenizer(backend, "</s>")
     assert choose_encoder(foreign, ["a b"], 1) is foreign
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("added", "prefix_space", "text"),
+    [
+        (
+            [
+                AddedToken("\n\n", normalized=False),
+                AddedToken("<|x|>", rstrip=True, normalized=False, special=True),
+            ],
+            False,
+            "<|x|>\n\n",
+        ),
+        ([AddedToken(" tok", normalized=False)], True, "tok"),
+        (
+            [
+                *(f"<|{number}|>" for number in range(100)),
+                AddedToken("\n\n", normalized=False),
+                AddedToken("<|x|>", rstrip=True, normalized=False, special=True),
+                AddedToken("\t", rstrip=True, normalized=False),
+            ],
+            False,
+            "<|x|>\t",
+        ),
+    ],
+)
+def test_added_tokens_that_gigatoken_finds_elsewhere_select_the_fallback(
+    tokenizer: JsonTokenizer, added: list[str | AddedToken], prefix_space: bool, text: str
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    backend.add_tokens(added)
+    extended = JsonTokenizer(backend, tokenizer.eod_token)
+    substitute = GigatokenEncoder(str(backend.to_str()), 1)
+    assert first_difference(extended, substitute, [text]) == text
+    assert choose_encoder(extended, TEXTS, 1) is extended
 
 
 def test_a_panic_of_the_bindings_selects_the_fallback_with_a_warning(
