@@ -56,9 +56,12 @@ class BatchSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Return the size of the global batch that begins at `consumed_samples`."""
-        if self._steps == 0 or consumed_samples >= self.rampup_samples:
+        if self._steps == 0 or self.rampup_samples == 0 or consumed_samples > self.rampup_samples:
             return self.global_batch_size
-        return self.start + consumed_samples * self._steps // self.rampup_samples * self.increment
+        # Megatron-LM divides twice in double precision, which may round a whole number of steps
+        # down: the step then begins one sample later.
+        step = int(consumed_samples / (self.rampup_samples / self._steps))
+        return self.start + step * self.increment
 
     def consumed_after(self, iterations: int, consumed: int = 0) -> int:
         """Return the consumed samples after `iterations` more global batches.
@@ -93,8 +96,9 @@ class BatchSchedule:
     def _levels(self) -> Iterator[_Level]:
         """Yield the levels in order of increasing batch size."""
         for step in range(self._steps):
+            size = self.start + step * self.increment
             end = -(-(step + 1) * self.rampup_samples // self._steps)
-            yield _Level(self.start + step * self.increment, end)
+            yield _Level(size, end if self.at(end) > size else end + 1)
         yield _Level(self.global_batch_size, None)
 
 

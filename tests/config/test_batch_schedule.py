@@ -58,7 +58,7 @@ def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:
 @given(
     start=st.integers(1, 12),
     increment=st.integers(1, 12),
-    steps=st.integers(0, 9),
+    steps=st.integers(0, 60),
     samples=st.integers(1, 400),
     iterations=st.integers(0, 60),
 )
@@ -78,9 +78,19 @@ def test_closed_forms_equal_the_sums_over_batches(
         assert schedule.iterations_for(consumed - batches[-1] + 1) == iterations
 
 
-@pytest.mark.parametrize("consumed", [0, 1, 57, 104, 299, 300, 301])
-def test_batch_size_equals_megatrons_formula(consumed: int) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        RAMP,
+        # In double precision 9 / (18 / 14) and 9 / (9 / 7) are below 7.
+        BatchSchedule(global_batch_size=120, start=8, increment=8, rampup_samples=18),
+        BatchSchedule(global_batch_size=64, start=8, increment=8, rampup_samples=9),
+    ],
+)
+def test_batch_size_equals_megatrons_formula(schedule: BatchSchedule) -> None:
     # int(consumed / (samples / increments)) increments, and the full batch after `samples`
-    increments = (32 - 8) // 8
-    expected = 32 if consumed > 300 else 8 + int(consumed / (300 / increments)) * 8
-    assert RAMP.at(consumed) == expected
+    full, samples = schedule.global_batch_size, schedule.rampup_samples
+    increments = (full - 8) // 8
+    for consumed in range(samples + 2):
+        expected = full if consumed > samples else 8 + int(consumed / (samples / increments)) * 8
+        assert schedule.at(consumed) == expected
