@@ -21,6 +21,7 @@ _PREFECT_DATABASES = {
 """Variables by which a user chooses Prefect's database."""
 
 
+_LOOPBACK = ("127.0.0.1", "localhost")
 _PLAIN_SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///(/[^?%:]+)")
 """URL of an absolute path without characters that have a meaning in URLs."""
 
@@ -50,11 +51,25 @@ def prepare_environment() -> Workspace:
         settings[PREFECT_DATABASE] = sqlite_url(home / "prefect.db", "aiosqlite")
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    _reach_loopback_directly()
     address = _mlflow_address(workspace)
     if address and _same_server(os.environ["MLFLOW_TRACKING_URI"], address):
         with contextlib.suppress(OSError, ValueError):  # the servers' user has set another login
             Login.read(workspace).admit_to_mlflow()
     return workspace
+
+
+def _reach_loopback_directly() -> None:
+    """Except the servers on this host from the proxies of the environment.
+
+    Clients would otherwise ask the proxy for 127.0.0.1, which is another host there.
+    """
+    exceptions = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).strip()
+    if exceptions != "*":  # which excepts all hosts, but not as one of several
+        names = list(filter(None, map(str.strip, exceptions.split(","))))
+        missing = [name for name in _LOOPBACK if name not in names]
+        exceptions = ",".join([*names, *missing])
+    os.environ.update(dict.fromkeys(("no_proxy", "NO_PROXY"), exceptions))
 
 
 def tracking_uri(workspace: Workspace) -> str:
