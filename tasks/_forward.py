@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact import lock
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader
 from megacore.observe.logging import perplexity
@@ -353,11 +354,22 @@ class Forwarder:
             self._due = time.monotonic() + self._interval
 
     def deliver(self) -> None:
-        """Send all complete events in this thread. Raises TrackingError."""
+        """Send all complete events in this thread. Raises TrackingError.
+
+        One process at a time delivers the events of a run: a flow may publish it while another one
+        extends it.
+        """
+        path = self._directory / OFFSET_FILE
+        with workspace_errors(path), lock(path, on_wait=_log.debug):
+            self._deliver()
+
+    def _deliver(self) -> None:
         if self._run_id is None:
             run_id = ensure_run(self._tracking, self._directory, self._config, self.facts)
             send_preflight(self._tracking, run_id, self._directory)
             self._restore(run_id)
+        elif self._committed_offset(self._run_id) != self._offset:  # another process has sent
+            self._restore(self._run_id)
         while not self._closed:
             batch = next_batch(self._events, self._offset, self._seen)
             if batch.end == self._offset:

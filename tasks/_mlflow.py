@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
+from megacore.artifact.build import is_locked
 from megacore.artifact.files import canonical_json, read_json, workspace_errors, write_json
 from megacore.errors import FileAccessError, TrackingError, WorkspaceError
 from megacore.plan.epochs import Epochs
@@ -48,6 +49,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlfl
 ANSWERS = "mlflow.answers.json"
 """Name of the file in the workspace with answers of an unchanged store."""
 _SQLITE = b"SQLite format 3\0"
+_DAMAGED = ("file is not a database", "database disk image is malformed")
+"""SQLite's errors for a file with other content."""
 _ROLLBACK = b"\1\1"
 """Versions in the header of a SQLite file without a write-ahead log."""
 _PARAMS_PER_BATCH = 100
@@ -319,9 +322,14 @@ class Tracking:
                 raise WorkspaceError(fault) from error
             # After the first line, SQLAlchemy shows the whole statement.
             reason = redact(" ".join(str(error).partition("[SQL:")[0].split()))[:500]
+            remedy = "check that it is up (MLFLOW_TRACKING_URI names another one), then start again"
+            if file is not None and any(each in reason for each in _DAMAGED):
+                remedy = (
+                    f"restore {file} from a copy, or move it away: the same command then makes "
+                    "another one and sends its run again"
+                )
             raise TrackingError(
-                f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
-                "(MLFLOW_TRACKING_URI names another one), then start again"
+                f"MLflow at {redact(self.uri)} did not {action}: {reason}: {remedy}"
             ) from error
 
 
@@ -416,6 +424,15 @@ def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> 
     """Set the run's final status. Raises TrackingError."""
     with tracking.errors(f"end run {run_id}"):
         tracking.client.set_terminated(run_id, status)
+
+
+def end_trained_run(tracking: Tracking, run_id: str, run_directory: Path) -> None:
+    """Set the status of a finished training's run, unless another flow now extends the training.
+
+    Raises TrackingError.
+    """
+    if not is_locked(run_directory):
+        end_run(tracking, run_id)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -18,7 +18,7 @@ from tasks._cache import StageResult, artifact_directory, artifact_problem, buil
 from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
-from tasks._mlflow import STORE_ERRORS, Tracking, end_run, page_url, runs_url
+from tasks._mlflow import STORE_ERRORS, Tracking, end_trained_run, page_url, runs_url
 from tasks._registry import REPORT_FOLDER, published_exists
 from tasks._run_page import describe_model, update_run_page
 
@@ -85,7 +85,7 @@ def build_publication(
             update_run_page(tracking, run_id, run_directory, run_facts, results=results)
         finally:
             # The training is finished even if its publication fails.
-            end_run(tracking, run_id)
+            end_trained_run(tracking, run_id, run_directory)
         get_run_logger().info(
             "registered as version %s; %s",
             receipt["version"],

@@ -26,7 +26,7 @@ from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
 from tasks._forward import Forwarder
-from tasks._mlflow import Tracking, end_run, recorded_run_id
+from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
 from tasks._stage_runner import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
 from tasks.train import run_facts
@@ -218,7 +218,7 @@ def log_to_run(
         )
     finally:
         if run.finished:
-            end_run(tracking, run_id)
+            end_trained_run(tracking, run_id, run.directory)
 
 
 def _flushed(tracking: Tracking, config: RunConfig, run: ScoredRun) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -250,6 +251,44 @@ def test_kill_between_batch_and_commit_sends_nothing_twice(
     assert sent == [30]
     check(tracking, run_id, [10, 20, 30])
     assert len(tracking.client.search_logged_models([tracking.experiment_id])) == 1
+
+
+def test_two_processes_deliver_the_events_of_a_run_one_after_another(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+    run_directory: Path,
+) -> None:
+    """A publication sends what an extension of the run, which trains meanwhile, sends as well."""
+    from mlflow import MlflowClient
+
+    training, publication = make_forwarder(), make_forwarder()
+    log.step(10)
+    training.deliver()
+    log.checkpoint(10)
+    search, threads = MlflowClient.search_logged_models, list[threading.Thread]()
+
+    def search_while_the_other_delivers(self: MlflowClient, *args: Any, **named: Any) -> Any:
+        models = search(self, *args, **named)
+        if not threads:
+            threads.append(threading.Thread(target=training.deliver))
+            threads[0].start()
+            threads[0].join(1.0)
+        return models
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "search_logged_models", search_while_the_other_delivers)
+        publication.deliver()
+    threads[0].join()
+    assert len(tracking.client.search_logged_models([tracking.experiment_id])) == 1
+    log.step(20)
+    sent = watch_log_batch(monkeypatch)
+    publication.deliver()
+    training.deliver()
+    assert sent == [20]
+    offset = json.loads((run_directory / OFFSET_FILE).read_text())["offset"]
+    assert offset == log.path.stat().st_size
 
 
 @pytest.mark.parametrize(("moment", "expected"), [("before", [20, 20, 30]), ("after", [20, 30])])

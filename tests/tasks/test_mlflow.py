@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
 import tasks._mlflow
-from megacore.artifact import Workspace
+from megacore.artifact import Workspace, lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import MegacoreError, TrackingError, WorkspaceError
@@ -26,6 +26,7 @@ from tasks._mlflow import (
     Tracking,
     create_store,
     end_run,
+    end_trained_run,
     ensure_run,
     flatten,
     git_facts,
@@ -209,6 +210,32 @@ def test_extended_run_is_reopened_and_tagged_with_changes(
         assert run.info.status == "RUNNING"
         assert run.data.params["train.train_iters"] == "100"
         assert run.data.tags["changed.train.train_iters"] == str(train_iters)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut"])
+def test_damaged_store_is_to_be_restored_or_moved_away(
+    tmp_path: Path,
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    damage: str,
+) -> None:
+    path = tmp_path / "mlflow.db"
+    content = path.read_bytes()
+    path.write_bytes(b"x" * 20000 if damage == "garbage" else content[: len(content) // 2])
+    with pytest.raises(TrackingError, match=r"restore .*mlflow\.db from a copy, or move it away"):
+        ensure_run(tracking, run_directory, config, facts)
+
+
+def test_publication_does_not_end_a_run_that_another_flow_extends(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    for shared, status in ((False, "RUNNING"), (True, "FINISHED")):
+        with lock(run_directory, shared=shared):
+            end_trained_run(tracking, run_id, run_directory)
+        assert tracking.client.get_run(run_id).info.status == status
 
 
 def test_store_of_a_moved_workspace_warns_of_files_at_its_old_place(
