@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
+import os
 import signal
+import stat
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -31,7 +33,11 @@ _SWITCHES = ("dry_run", "find_batch_size")
 
 
 class TerminatedError(BaseException):
-    """Arrival of SIGTERM at a flow's command line."""
+    """Arrival of SIGTERM or SIGHUP at a flow's command line."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
 
 
 def run_flow(flow: Flow[..., Any]) -> None:
@@ -43,6 +49,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     print_any_text()
     arguments, switches = _parse(flow)
     signal.signal(signal.SIGTERM, _raise_terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _raise_hung_up)
     last_line, code = "", 0
     try:
         _require_server()
@@ -57,8 +65,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
         last_line, code = f"{'' if stop_requested else 'error: '}{error}", error.exit_code
     except KeyboardInterrupt:
         last_line, code = f"stopped; {_RESUME}", 130
-    except TerminatedError:
-        last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
+    except TerminatedError as end:
+        last_line, code = f"stopped by {end.signal.name}; {_RESUME}", -end.signal
     except Exception as error:
         theirs = type(error).__module__.partition(".")[0] in ("prefect", "httpx")
         if theirs and (problem := database_problem()):
@@ -78,7 +86,18 @@ _RESUME = "run the same command to resume from the last complete checkpoint"
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise TerminatedError
+    raise TerminatedError(number)
+
+
+def _raise_hung_up(number: int, frame: FrameType | None) -> None:
+    """End the flow because its terminal is closed, to which nothing can be written any more."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # both the kernel and the shell send it
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+    raise TerminatedError(number)
 
 
 def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:

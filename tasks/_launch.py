@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -137,7 +138,8 @@ class TrainingMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        with suppress(OSError):  # the terminal was closed: this must not fail the training
+            self._bar.stop()
         self._bar.console.pop_theme()
         if self._handler:
             self._handler.removeFilter(_is_not_interval_line)

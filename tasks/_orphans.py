@@ -7,9 +7,11 @@ whose other end only the flow's process has open, and imports only the standard 
 """
 
 import atexit
+import base64
 import contextlib
 import http.client
 import importlib
+import json
 import logging
 import math
 import os
@@ -23,9 +25,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn, Self
+from uuid import UUID
 
 MARK = "MEGACORE_FLOW_PROCESS"
 """Environment variable that all processes started by the flow inherit."""
@@ -75,6 +79,16 @@ _DATABASE_ERROR = re.compile(
 )
 
 
+_FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+_ended_task_runs: set[str] = set()
+
+
+def note_ended(task_run: UUID | None) -> None:
+    """Let the flow's end wait until the temporary server has stored the end of this task run."""
+    if task_run is not None:
+        _ended_task_runs.add(str(task_run))
+
+
 _ending = threading.Event()
 _restarting = threading.Lock()
 
@@ -82,10 +96,11 @@ _restarting = threading.Lock()
 def start_server() -> None:
     """Start Prefect's temporary server, which ends with this process but not on Ctrl-C.
 
-    A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
-    record how it ended. A server that is killed is started again, with the same records. It asks
-    every process for a password that only this one and its children know. Servers of one workspace
-    start one after another, because each may have to create or migrate the database.
+    A terminal sends Ctrl-C, and a signal when it is closed, to all of its processes. The flow still
+    needs the server then, to record how it ended. A server that is killed is started again, with
+    the same records. It asks every process for a password that only this one and its children know.
+    Servers of one workspace start one after another, because each may have to create or migrate the
+    database.
 
     Raises:
         WorkspaceError: there is no room for the database, or the server cannot write it.
@@ -106,9 +121,9 @@ def start_server() -> None:
     with workspace_errors(database.parent):
         database.parent.mkdir(parents=True, exist_ok=True)
     with lock(database):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         try:
-            server.start()  # the server and the thread inherit the blocked signal
+            server.start()  # the server and the thread inherit the blocked signals
             _server_output.started = True
             keeper.start()
         finally:
@@ -199,6 +214,35 @@ class TemporaryServer:
             connection.request("GET", "/api/health")
             return connection.getresponse().status == http.client.OK
         return False
+
+    def wait_for_records(self, task_runs: Collection[str], deadline: float) -> None:
+        """Wait until the database has the final states of task runs, given by their ids.
+
+        The server stores states after it has answered, one by one, and drops the rest when it ends.
+        Returns at `deadline`, in seconds of the monotonic clock, or as soon as the server does not
+        answer.
+        """
+        query = {"id": {"any_": sorted(task_runs)}, "state": {"type": {"any_": _FINAL_STATES}}}
+        while time.monotonic() < deadline:
+            count = self._count_task_runs(query)
+            if count is None or count >= len(task_runs):
+                return
+            time.sleep(_POLL)
+
+    def _count_task_runs(self, query: Mapping[str, Any]) -> int | None:
+        """Return the number of task runs that a filter finds, None without an answer."""
+        login = base64.b64encode(os.environ.get("PREFECT_API_AUTH_STRING", "").encode()).decode()
+        headers = {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
+        with (
+            contextlib.closing(connection),
+            contextlib.suppress(OSError, http.client.HTTPException, ValueError),
+        ):
+            body = json.dumps({"task_runs": query})
+            connection.request("POST", "/api/task_runs/count", body, headers)
+            answer = connection.getresponse()
+            return int(answer.read()) if answer.status == http.client.OK else None
+        return None
 
     def _run_uvicorn_command(self) -> "subprocess.Popen[bytes]":
         from prefect.settings import get_current_settings
@@ -414,13 +458,14 @@ def end_process(last_line: str, code: int) -> NoReturn:
     """End the flow's process: send the last logs and events, end the temporary server, print.
 
     Nothing is printed after `last_line`. Prefect would try for minutes to send to a server that has
-    ended; this function waits `FLUSH` seconds, and not at all if the temporary server has ended.
+    ended; this function waits `FLUSH` seconds, also until the temporary server has stored the
+    states of the task runs that ended, and not at all if that server has ended.
 
     Args:
         last_line: last line for stderr, or an empty string.
         code: exit code, or a negative signal number to die of that signal.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what follows is short
     with _restarting:
         _ending.set()
@@ -432,8 +477,11 @@ def end_process(last_line: str, code: int) -> NoReturn:
     server = module.SubprocessASGIServer() if module else None
     process = server.server_process if server else None
     lost = process is not None and process.poll() is not None
+    deadline = time.monotonic() + FLUSH
     _, unsent = QueueService.drain_all(timeout=0.0 if lost else FLUSH)  # type: ignore[misc]
     if server:
+        if process is not None and not lost:
+            server.wait_for_records(_ended_task_runs, deadline)
         server.stop()
     sys.stdout.flush()
     if last_line:

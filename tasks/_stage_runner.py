@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
 from tasks._logging import CountedRetries
+from tasks._orphans import note_ended
 
 DELETED = "Deleted"
 """Name of the state of a task run whose checkpoint was deleted before the stage was done."""
@@ -176,6 +178,7 @@ class StageRunner(Generic[Config]):
         configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
         state: State[StageResult] = configured(config, *inputs, return_state=True)  # type: ignore[assignment]
+        note_ended(state.state_details.task_run_id)
         return state, time.monotonic() - started
 
     def _record(self, name: str, state: State[StageResult], seconds: float) -> StageResult | None:
@@ -212,12 +215,14 @@ class StageRunner(Generic[Config]):
             table.add_column(column, overflow="fold", no_wrap=column in ("stage", "outcome", "key"))
         for row in cells:
             table.add_row(*row.values())
-        console.print(table)
+        with suppress(OSError):  # the terminal was closed
+            console.print(table)
         if self.summary:
             create_markdown_artifact(
                 self.summary, key="summary", description=f"outcome of {self.config.name}"
             )
-            console.print(Markdown(self.summary))
+            with suppress(OSError):
+                console.print(Markdown(self.summary))
 
 
 def store_config(config: FlowConfig) -> None:

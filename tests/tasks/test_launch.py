@@ -2,14 +2,19 @@
 
 import errno
 import logging
+import os
+import pty
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tasks import _launch
+from megacore.config import RunConfig
+from tasks import _launch, _stage_runner
 from tasks._launch import LogTail
-from tasks._stage_runner import StageRow, summarize
+from tasks._stage_runner import StageRow, StageRunner, summarize
 
 
 def test_log_tail_emits_complete_lines_once(tmp_path: Path) -> None:
@@ -105,6 +110,31 @@ def test_an_unreadable_file_is_one_warning_and_the_display_continues(
     assert "Input/output error" in warning
     assert line == "step"
     assert len(polls) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_closed_terminal_fails_no_training_and_no_flow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig
+) -> None:
+    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_launch, "console_handler", lambda: None)
+    for name in ("create_table_artifact", "create_markdown_artifact"):
+        monkeypatch.setattr(_stage_runner, name, lambda *args, **named: shown.append(named["key"]))
+    master, slave = pty.openpty()
+    terminal = open(slave, "w", encoding="utf-8")  # noqa: SIM115 - its end cannot be written
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    shown: list[str] = []
+    forwarder = SimpleNamespace(poll=lambda: None)
+    with _launch.TrainingMonitor(tmp_path / "log", tmp_path / "events.jsonl", 20, forwarder):
+        os.close(master)
+        with pytest.raises(OSError, match="Input/output error"):
+            print("line", file=terminal, flush=True)
+    with StageRunner(config, [StageRow("train", "ran", 1.0, "key", {})], "a summary"):
+        pass
+    assert shown == ["stages", "summary"]
+    with suppress(OSError):
+        terminal.close()
 
 
 def test_progress_names_loss_perplexity_and_tokens_per_second(

@@ -1,18 +1,23 @@
 """Start, restart and end of the temporary Prefect server, and the end of the flow's process."""
 
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megacore.errors import WorkspaceError
 from tasks import _orphans
-from tasks._orphans import MARK, _ServerOutput, database_problem, servers
+from tasks._orphans import MARK, TemporaryServer, _ServerOutput, database_problem, servers
 
 ROOT = Path(__file__).parents[2]
 FLOW = """
@@ -82,7 +87,8 @@ def watches(pid: int) -> bool:
 
 
 SERVED_FLOW = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.default_int_handler)
 from tasks._environment import answers
 from tasks._orphans import TemporaryServer, start_server
 start_server()
@@ -96,7 +102,10 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-def test_temporary_server_answers_after_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_temporary_server_answers_after_a_signal_of_the_terminal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     flow = subprocess.Popen(
         [sys.executable, "-c", SERVED_FLOW],
         cwd=ROOT,
@@ -108,7 +117,7 @@ def test_temporary_server_answers_after_ctrl_c(tmp_path: Path) -> None:
     assert flow.stdin is not None
     assert flow.stdout is not None
     assert flow.stdout.readline() == b"started\n"
-    os.killpg(flow.pid, signal.SIGINT)
+    os.killpg(flow.pid, number)
     output, _ = flow.communicate(timeout=60)
     assert output == b"True\n"
     with pytest.raises(ProcessLookupError):
@@ -208,6 +217,69 @@ def test_last_line_of_a_failed_command_is_the_error(tmp_path: Path) -> None:
     assert flow.stdout.splitlines()[-1] == (
         f"error: {ROOT / 'conf/gpt2-tiny.yaml'}: train.train_iters is 'x': give an integer"
     )
+
+
+def test_end_waits_until_the_server_has_stored_the_ended_task_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored, requests = [0, 0, 1, 2, 2], list[tuple[str, str | None, dict[str, Any]]]()
+
+    class Counts(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append((self.path, self.headers["Authorization"], body))
+            answer = b"%d" % stored[len(requests) - 1] if len(requests) < 6 else b"broken"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    monkeypatch.setattr(TemporaryServer, "_instance", None)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "megacore:word")
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Counts)
+    server = TemporaryServer()
+    server.port = listener.server_port
+    with listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        server.wait_for_records({"b", "a"}, time.monotonic() + 60)
+        assert len(requests) == 4
+        path, login, body = requests[0]
+        assert (path, login) == ("/api/task_runs/count", "Basic bWVnYWNvcmU6d29yZA==")
+        assert body["task_runs"]["id"] == {"any_": ["a", "b"]}
+        assert "COMPLETED" in body["task_runs"]["state"]["type"]["any_"]
+        server.wait_for_records({"a", "b", "c"}, time.monotonic())
+        assert len(requests) == 4, "the time is over"
+        server.wait_for_records({"a", "b", "c"}, time.monotonic() + 60)
+        assert len(requests) == 6, "the server does not answer with a number"
+        listener.shutdown()
+    server.wait_for_records({"a"}, time.monotonic() + 60)  # and it is gone
+
+
+HUNG_UP = """
+import os, signal, sys
+from tasks import _cli
+signal.signal(signal.SIGHUP, _cli._raise_hung_up)
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+except _cli.TerminatedError as end:
+    os.kill(os.getpid(), signal.SIGHUP)
+    sys.stderr.write("lost")
+    print(end.signal.name, os.readlink("/proc/self/fd/2"))
+"""
+
+
+def test_flow_of_a_closed_terminal_ends_once_and_writes_nothing_to_it() -> None:
+    master, slave = pty.openpty()
+    flow = subprocess.Popen(
+        [sys.executable, "-c", HUNG_UP], cwd=ROOT, stdout=subprocess.PIPE, stderr=slave
+    )
+    os.close(slave)
+    os.close(master)
+    output, _ = flow.communicate(timeout=120)
+    assert (flow.returncode, output) == (0, b"SIGHUP /dev/null\n")
 
 
 class FailingServer:
