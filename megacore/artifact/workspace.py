@@ -84,7 +84,7 @@ class Workspace:
             with workspace_errors(root):
                 if os.path.lexists(root) and not root.is_dir():
                     raise WorkspaceError(
-                        f"workspace {root} is {_kind_of(root)}: set MEGACORE_WORKSPACE to a "
+                        f"workspace {root} is {kind_of(root)}: set MEGACORE_WORKSPACE to a "
                         "directory"
                     )
                 root.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class Workspace:
             folder = root / name
             if os.path.lexists(folder) and not folder.is_dir():
                 raise WorkspaceError(
-                    f"{folder} is {_kind_of(folder)}, and the workspace needs a directory there: "
+                    f"{folder} is {kind_of(folder)}, and the workspace needs a directory there: "
                     "move it away, or set MEGACORE_WORKSPACE to another directory"
                 )
         return cls(root)
@@ -124,6 +124,6 @@ class Workspace:
         return self.root / _PREFECT
 
 
-def _kind_of(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """Return what is at a path that is no directory, as a message names it."""
     return "a link to a missing directory" if path.is_symlink() and not path.exists() else "a file"

@@ -1,5 +1,6 @@
 """Checks of files on disk: token files, index maps, artifacts, checkpoints and workspaces."""
 
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import numpy as np
 from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json, unreadable
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest
-from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS
+from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS, kind_of
 from megacore.checkpoint.format import (
     MARKER_NAME,
     STALE_SUFFIX,
@@ -116,8 +117,13 @@ def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]
             yield from _examine_bare(checkpoint, on_read)
     elif _is_workspace(place):
         for name in dict.fromkeys(FOLDERS.values()):
+            yield from _unusable(place / name, place)
             for member in sorted((place / name).glob("[!.]*")):
-                if STALE_SUFFIX in member.name or not member.is_dir():
+                if STALE_SUFFIX in member.name:
+                    continue
+                if not member.is_dir():
+                    if member.is_symlink():
+                        yield from _unusable(member, place)
                     continue
                 yield from _or_unreadable(member, place, _examine_member(member, place, on_read))
     else:
@@ -349,6 +355,17 @@ def _or_unreadable(path: Path, root: Path, results: Iterator[Result]) -> Iterato
         if fault is None:
             raise
         yield Unchecked(path.relative_to(root).as_posix(), "not readable", str(fault))
+
+
+def _unusable(path: Path, root: Path) -> Iterator[Unchecked]:
+    """Yield that `path`, named from `root`, is not readable if it is there and no directory."""
+    if os.path.lexists(path) and not path.is_dir():
+        yield Unchecked(
+            path.relative_to(root).as_posix(),
+            "not readable",
+            f"{path} is {kind_of(path)}, and should be a directory: mount or restore what it "
+            "stands for",
+        )
 
 
 def _examine_member(member: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:

@@ -420,6 +420,19 @@ def test_files_that_cannot_be_read_now_are_not_to_be_deleted(
     )
 
 
+def test_a_folder_or_artifact_whose_link_is_broken_is_not_readable(workspace: Path) -> None:
+    (workspace / "index").symlink_to(workspace / "lost mount")
+    (workspace / "exports").touch()
+    (workspace / "tokenized" / "4567").symlink_to(workspace / "lost mount")
+    (workspace / "tokenized" / "notes.txt").touch()
+    results = {result.name: result for result in examine(workspace)}
+    unreadable = {name: each for name, each in results.items() if isinstance(each, Unchecked)}
+    assert unreadable.keys() == {"index", "exports", "tokenized/4567"}
+    assert {each.state for each in unreadable.values()} == {"not readable"}
+    assert f"{workspace}/index is a link to a missing directory" in unreadable["index"].reason
+    assert f"{workspace}/exports is a file" in unreadable["exports"].reason
+
+
 def test_a_run_that_is_just_beginning_is_not_damaged(workspace: Path) -> None:
     run = workspace / "runs" / "abc"
     (run / "jobs").mkdir(parents=True)
