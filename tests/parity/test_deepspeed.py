@@ -7,7 +7,7 @@ import pytest
 
 from tests._dist import run_distributed
 from tests.architecture._source import ROOT
-from tests.parity._training import Case, Result, train_all
+from tests.parity._training import STEPS, Case, Result, train_all
 from tests.parity.test_layouts import (
     BF16,
     DOCUMENTS,
@@ -31,7 +31,6 @@ DIVIDE_ALL = ZERO_3 | {"stage3_param_persistence_threshold": 0}
 """Stage 3 that divides small parameters too."""
 OFFLOAD = {"offload_optimizer": "cpu"}
 FULL = {"recompute": "full"}
-FEW = 8
 
 
 def zero(
@@ -47,7 +46,7 @@ def other(
     family: str, model: dict[str, Any], deepspeed: dict[str, Any], *layout: dict[str, Any]
 ) -> Case:
     optim = {} if family == "gpt" else {"lr": 3e-3}
-    return zero(deepspeed, *layout, model=model, optim=optim, steps=FEW, family=family)
+    return zero(deepspeed, *layout, model=model, optim=optim, family=family)
 
 
 FILES = {
@@ -57,22 +56,22 @@ FILES = {
 """Contents of DeepSpeed's JSON files, with "auto" for values that megacore sets."""
 
 TWO_RANKS = {
-    "stage 0": zero({"zero_stage": 0}),
+    "stage 0": zero({"zero_stage": 0}, steps=STEPS),
     "the native distributed optimizer is stage 1": zero(
         {}, {"data_parallel_sharding": "optimizer"}, M4
     ),
-    "stage 1": zero(ZERO_1),
+    "stage 1": zero(ZERO_1, steps=STEPS),
     "stage 1, small buckets that overlap": zero(
         ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
     ),
-    "stage 1, separate documents": zero(ZERO_1, data=DOCUMENTS, steps=FEW),
-    "stage 2": zero(ZERO_2, train=M4),
-    "stage 2, separate documents": zero(ZERO_2, data=DOCUMENTS, steps=FEW),
+    "stage 1, separate documents": zero(ZERO_1, data=DOCUMENTS),
+    "stage 2": zero(ZERO_2, train=M4, steps=STEPS),
+    "stage 2, separate documents": zero(ZERO_2, data=DOCUMENTS),
     "stage 2, full recomputation in host memory": zero(
         ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL
     ),
-    "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4),
-    "stage 3": zero(DIVIDE_ALL, train=M4),
+    "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4, steps=STEPS),
+    "stage 3": zero(DIVIDE_ALL, train=M4, steps=STEPS),
     "stage 3, small parameters whole": zero(ZERO_3),
     "stage 3, full recomputation": zero(DIVIDE_ALL, train=M4 | FULL),
     "stage 3, everything on the CPU": zero(
@@ -85,16 +84,16 @@ TWO_RANKS = {
     "tp2 sp stage 2": zero(ZERO_2, TP2 | SP),
     "tp2 sp stage 3": zero(DIVIDE_ALL, TP2 | SP),
     "pp2 stage 0": zero({"zero_stage": 0}, PP2, M4),
-    "pp2 stage 1": zero(ZERO_1, PP2, M4),
+    "pp2 stage 1": zero(ZERO_1, PP2, M4, steps=STEPS),
     "pp2 stage 1 uneven": zero(ZERO_1, PP2 | {"pipeline_partition": [3, 1]}, M4),
     "pp2 stage 1, separate documents, full recomputation": zero(ZERO_1, PP2, FULL, data=DOCUMENTS),
-    "stage 2, dropout": zero(ZERO_2, model=DROPOUT, steps=FEW),
-    "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL),
-    "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL),
+    "stage 2, dropout": zero(ZERO_2, model=DROPOUT),
+    "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL, steps=STEPS),
+    "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL, steps=STEPS),
     "tp2 stage 0 bf16": zero({"zero_stage": 0}, TP2, BF16, model=SMALL),
     "pp2 stage 0 bf16": zero({"zero_stage": 0}, PP2, BF16, model=SMALL),
     "stage 2 bf16": zero(ZERO_2, train=BF16, model=SMALL),
-    "stage 3 bf16": zero(DIVIDE_ALL, train=BF16, model=SMALL),
+    "stage 3 bf16": zero(DIVIDE_ALL, train=BF16, model=SMALL, steps=STEPS),
     "pp2 stage 1 bf16": zero(ZERO_1, PP2, BF16, model=SMALL),
     "llama stage 3": other("gpt", LLAMA, DIVIDE_ALL),
     "llama tp2 stage 3": other("gpt", LLAMA, DIVIDE_ALL, TP2),
@@ -106,11 +105,11 @@ TWO_RANKS = {
     "t5 pp2 stage 1": other("t5", T5, ZERO_1, PP2),
 }
 FOUR_RANKS = {
-    "dp4 stage 3": zero(DIVIDE_ALL, train=M8, steps=FEW),
-    "dp2 tp2 sp stage 3": zero(DIVIDE_ALL, TP2 | SP, M4, steps=FEW),
-    "dp2 pp2 stage 1": zero(ZERO_1, PP2, M8, steps=FEW),
-    "tp2 pp2 stage 1": zero(ZERO_1, TP2 | PP2, M4, steps=FEW),
-    "tp2 pp2 sp stage 1": zero(ZERO_1, TP2 | PP2 | SP, M4, steps=FEW),
+    "dp4 stage 3": zero(DIVIDE_ALL, train=M8),
+    "dp2 tp2 sp stage 3": zero(DIVIDE_ALL, TP2 | SP, M4),
+    "dp2 pp2 stage 1": zero(ZERO_1, PP2, M8),
+    "tp2 pp2 stage 1": zero(ZERO_1, TP2 | PP2, M4),
+    "tp2 pp2 sp stage 1": zero(ZERO_1, TP2 | PP2 | SP, M4),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megacore.kernels.cpu.common import runs_bf16
 from tests._dist import run_distributed
-from tests.parity._training import SOURCES, Case, Result, leaks, train, train_all
+from tests.parity._training import SOURCES, STEPS, Case, Result, leaks, train, train_all
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
@@ -41,7 +41,6 @@ FP16 = {"loss_scale": {"initial": 1024.0}}
 BF16 = {"precision": "bf16"}
 PLAIN = {"kernels": "plain"}
 """Kernels without C++, which the serial run uses on CPUs with AVX-512."""
-FEW = 8
 WINDOW = {"sliding_window": 9}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 """Dropout: the same elements in every layout without tensor parallelism."""
@@ -101,28 +100,28 @@ T5_V11 = T5 | {
 
 
 def muon(parallel: dict[str, Any], model: dict[str, Any] = SMALL, **values: Any) -> Case:
-    return Case(parallel, model=model, optim={"name": "muon"}, steps=FEW, **values)
+    return Case(parallel, model=model, optim={"name": "muon"}, **values)
 
 
 def llama(parallel: dict[str, Any], model: dict[str, Any] = LLAMA, **values: Any) -> Case:
-    return Case(parallel, model=model, steps=FEW, **values)
+    return Case(parallel, model=model, **values)
 
 
 def olmo2(parallel: dict[str, Any], **values: Any) -> Case:
-    return Case(parallel, model=OLMO2, optim={"lr": 3e-3}, steps=FEW, **values)
+    return Case(parallel, model=OLMO2, optim={"lr": 3e-3}, **values)
 
 
 def bert(parallel: dict[str, Any], **model: Any) -> Case:
-    return Case(parallel, model=SMALL | model, optim={"lr": 3e-3}, steps=FEW, family="bert")
+    return Case(parallel, model=SMALL | model, optim={"lr": 3e-3}, family="bert")
 
 
 def t5(parallel: dict[str, Any], model: dict[str, Any] = T5, **values: Any) -> Case:
-    return Case(parallel, model=model, optim={"lr": 3e-3}, steps=FEW, family="t5", **values)
+    return Case(parallel, model=model, optim={"lr": 3e-3}, family="t5", **values)
 
 
 TWO_RANKS = {
     "tp2": Case(TP2),
-    "tp2 sp": Case(TP2 | SP),
+    "tp2 sp": Case(TP2 | SP, steps=STEPS),
     "tp2 sp, one sample at a time": Case(TP2 | SP, {"micro_batch_size": 1}),
     "tp2 gqa": Case(TP2, model=GQA),
     "muon tp2 sp": muon(TP2 | SP),
@@ -138,27 +137,29 @@ TWO_RANKS = {
     "pp2": Case(PP2, M4),
     "pp2 interleaved, separate documents": Case(PP2 | INTERLEAVED, data=DOCUMENTS),
     "pp2 gpipe": Case(PP2 | GPIPE, M4),
-    "pp2 interleaved": Case(PP2 | INTERLEAVED, M4),
+    "pp2 interleaved": Case(PP2 | INTERLEAVED, M4, steps=STEPS),
     "pp2 delayed": Case(PP2 | DELAYED, M4),
     "pp2 interleaved, delayed": Case(PP2 | INTERLEAVED | DELAYED, M4 | {"recompute": "full"}),
     "muon pp2 delayed": muon(PP2 | DELAYED, train=M4),
     "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
     "dp2": Case(),
-    "dp2 distributed optimizer": Case(ZERO1),
-    "dp2 gradients, small buckets": Case(ZERO2 | SMALL_BUCKETS, M4),
-    "dp2 parameters, small buckets": Case(ZERO3 | SMALL_BUCKETS, M4 | {"recompute": "full"}),
-    "dp2 parameters bf16": Case(ZERO3, BF16, SMALL),
+    "dp2 distributed optimizer": Case(ZERO1, steps=STEPS),
+    "dp2 gradients, small buckets": Case(ZERO2 | SMALL_BUCKETS, M4, steps=STEPS),
+    "dp2 parameters, small buckets": Case(
+        ZERO3 | SMALL_BUCKETS, M4 | {"recompute": "full"}, steps=STEPS
+    ),
+    "dp2 parameters bf16": Case(ZERO3, BF16, SMALL, steps=STEPS),
     "llama dp2 parameters": llama(ZERO3 | SMALL_BUCKETS),
     "muon dp2 gradients": muon(ZERO2, train=M4),
     "muon dp2 parameters": muon(ZERO3, train=M4),
     "t5 dp2 parameters": t5(ZERO3, T5_V11),
     "dp2 distributed optimizer, small buckets": Case(ZERO1 | {"grad_reduce_bucket_mb": 0.05}),
-    "tp2 bf16": Case(TP2, BF16, SMALL),
-    "pp2 bf16": Case(PP2, BF16, SMALL),
-    "dp2 distributed optimizer bf16": Case(ZERO1, BF16, SMALL),
+    "tp2 bf16": Case(TP2, BF16, SMALL, steps=STEPS),
+    "pp2 bf16": Case(PP2, BF16, SMALL, steps=STEPS),
+    "dp2 distributed optimizer bf16": Case(ZERO1, BF16, SMALL, steps=STEPS),
     "tp2 sp fp16": Case(TP2 | SP, {"precision": "fp16"}, SMALL, FP16),
     "pp2 fp16": Case(PP2, {"precision": "fp16"}, SMALL, FP16),
-    "dp2 distributed optimizer fp16": Case(ZERO1, {"precision": "fp16"}, SMALL, FP16),
+    "dp2 distributed optimizer fp16": Case(ZERO1, {"precision": "fp16"}, SMALL, FP16, steps=STEPS),
     "llama tp2": llama(TP2),
     "llama tp2 sp": llama(TP2 | SP),
     "llama pp2": llama(PP2, train=M4),
@@ -178,7 +179,7 @@ TWO_RANKS = {
     "llama 3 pp2": replace(llama(PP2, train=M4), model=LLAMA3),
     "partial dynamic rope tp2 sp": replace(llama(TP2 | SP), model=DYNAMIC),
     "partial dynamic rope pp2": replace(llama(PP2, train=M4), model=DYNAMIC),
-    "cp2": Case(CP2),
+    "cp2": Case(CP2, steps=STEPS),
     "cp2, separate documents": Case(CP2, data=DOCUMENTS),
     "cp2, documents and windows": Case(CP2, model=WINDOW | GQA, data=DOCUMENTS),
     "cp2, distributed optimizer, small buckets": Case(
@@ -191,8 +192,8 @@ TWO_RANKS = {
     "llama cp2": Case(CP2, model=LLAMA),
     "llama cp2, documents": Case(CP2, model=LLAMA, data=DOCUMENTS),
     "gemma2 cp2": llama(CP2, GEMMA2),
-    "cp2, dropout": Case(CP2, model=SMALL | DROPOUT, steps=FEW),
-    "cp2, dropout, plain kernels": Case(CP2, PLAIN, model=SMALL | DROPOUT, steps=FEW),
+    "cp2, dropout": Case(CP2, model=SMALL | DROPOUT),
+    "cp2, dropout, plain kernels": Case(CP2, PLAIN, model=SMALL | DROPOUT),
     "cp2, dropout, documents and full recomputation": Case(
         CP2, {"recompute": "full"}, GQA | DROPOUT, data=DOCUMENTS
     ),
@@ -228,13 +229,13 @@ FOUR_RANKS = {
     "cp4, documents and windows": Case(CP4, model=WINDOW, data=DOCUMENTS),
     "llama cp4": Case(CP4, model=LLAMA),
     "llama cp4, dropout": llama(CP4, LLAMA | DROPOUT),
-    "cp2 pp2, dropout": Case(CP2 | PP2, M4, DROPOUT, steps=FEW),
+    "cp2 pp2, dropout": Case(CP2 | PP2, M4, DROPOUT),
     "llama cp2 tp2 sp": Case(CP2 | TP2 | SP, model=LLAMA),
     "cp2 tp2 sp, documents": Case(CP2 | TP2 | SP, data=DOCUMENTS),
     "cp2 dp2, distributed optimizer": Case(CP2 | ZERO1, M4),
     "llama cp2 pp2": Case(CP2 | PP2, M4, model=LLAMA),
     "cp2 pp2 interleaved, documents": Case(CP2 | PP2 | INTERLEAVED, data=DOCUMENTS),
-    "tp2 pp2": Case(TP2 | PP2, M4),
+    "tp2 pp2": Case(TP2 | PP2, M4, steps=STEPS),
     "tp2 pp2, full recomputation": Case(TP2 | PP2, {"recompute": "full"}),
     "tp2 pp2, selective recomputation": Case(TP2 | PP2, {"recompute": "selective"}),
     "tp2 pp2 sp interleaved, recomputation of one layer": Case(
@@ -250,7 +251,7 @@ FOUR_RANKS = {
     "dp2 pp2 interleaved, distributed optimizer": Case(
         PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}
     ),
-    "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
+    "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1, steps=STEPS),
     "dp4 gradients": Case(ZERO2, M8),
     "dp4 parameters": Case(ZERO3, M8),
     "dp2 pp2 interleaved, gradients": Case(PP2 | INTERLEAVED | ZERO2, M8),
