@@ -1,7 +1,6 @@
 """No document sees another one: the check before a training, and whole models to the bit."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,12 +128,10 @@ def test_the_check_passes_for_every_decoder(name: str, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_compiled_layers_leak_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_leak_nothing(name: str) -> None:
     """Outputs and gradients of whole models, and the attention that the check compiles."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiler = Compiler(CPU)
 
     def build() -> list[Model]:

@@ -173,6 +173,7 @@ def test_deepspeed_trains_the_same_sequences(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler_cache")
 def test_compiled_layers_give_the_same_bits_after_a_resume(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
