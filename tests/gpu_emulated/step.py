@@ -140,6 +140,9 @@ def prepare() -> None:
         _evaluate(config, engine, mesh, Record())
         _save(engine, Record())
     import_module("megacore.engine.deepspeed.pipeline").import_deepspeed()
+    import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    import_module("torch._dynamo.backends.debugging")
+    import_module("torch._inductor.compile_fx")
     import_module("torch.distributed._tools.mem_tracker")
 
 

@@ -1,5 +1,6 @@
 """Iterations on fake GPUs: waits, copies from the host, timer events and communication."""
 
+import functools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import load_config
+from megacore.config import RunConfig, load_config
 from megacore.plan.memory import estimate_stages
 from tests.gpu_emulated.step import Case, Communication, Record
 
@@ -45,13 +46,19 @@ FAST = {"bert-345m", "gpt2-345m", "gpt2-tiny", "llama-1b", "t5-tiny"}
 """Confs of the fast tests, one for each kind of model; the slow tests run all others."""
 
 
+@functools.cache
+def _config(conf: str) -> RunConfig:
+    """Return a conf without overrides, which is read once."""
+    return load_config(conf)
+
+
 def _vocab_size(conf: str) -> int:
-    return getattr(load_config(conf).data.tokenizer, "vocab_size", None) or 50257
+    return getattr(_config(conf).data.tokenizer, "vocab_size", None) or 50257
 
 
 def _short(conf: str) -> dict[str, Any]:
     """Return overrides of a conf for two layers per stage and as few micro batches as possible."""
-    config = load_config(conf)
+    config = _config(conf)
     parallel, ranks = config.parallel, _ranks(conf)
     stages = parallel.pipeline_model_parallel_size
     replicas = ranks // (stages * parallel.tensor_model_parallel_size)
@@ -64,14 +71,14 @@ def _short(conf: str) -> dict[str, Any]:
 
 
 def _ranks(conf: str) -> int:
-    ranks = load_config(conf).launch.nproc_per_node
+    ranks = _config(conf).launch.nproc_per_node
     return 1 if ranks == "auto" else ranks
 
 
 def _cases(conf: str) -> dict[str, Case]:
     """Return the last rank of a conf, and with pipeline stages the first rank too."""
     ranks = _ranks(conf)
-    stages = load_config(conf).parallel.pipeline_model_parallel_size
+    stages = _config(conf).parallel.pipeline_model_parallel_size
     return {
         f"{conf} rank {rank}": Case(conf, rank, ranks, _short(conf), _vocab_size(conf))
         for rank in sorted({0 if stages > 1 else ranks - 1, ranks - 1})
@@ -84,7 +91,7 @@ CASES = {name: case for conf in CONFS for name, case in _cases(conf).items()}
 DEEPSPEED = [
     name
     for name, case in CASES.items()
-    if load_config(case.conf).engine == "deepspeed" and case.conf not in WITHOUT_DEEPSPEED
+    if _config(case.conf).engine == "deepspeed" and case.conf not in WITHOUT_DEEPSPEED
 ]
 NATIVE = [name for name in CASES if name not in DEEPSPEED]
 
@@ -142,7 +149,7 @@ SCALED = {
         overrides=_short("llama-1b")
         | {
             "launch.nproc_per_node": 1,
-            "train.global_batch_size": load_config("llama-1b").train.micro_batch_size,
+            "train.global_batch_size": _config("llama-1b").train.micro_batch_size,
             "model.rope_scaling": {
                 "factor": 4.0,
                 "original_max_position_embeddings": 512,
@@ -216,11 +223,11 @@ DEPTHS = {
     f"{conf} {layers} layers": Case(
         conf,
         overrides=_short(conf)
-        | (_NATIVE if load_config(conf).engine == "deepspeed" else {})
+        | (_NATIVE if _config(conf).engine == "deepspeed" else {})
         | _SERIAL
         | {
             "model.num_layers": layers,
-            "train.global_batch_size": load_config(conf).train.micro_batch_size,
+            "train.global_batch_size": _config(conf).train.micro_batch_size,
         },
         vocab_size=_vocab_size(conf),
         iterations_only=True,
@@ -258,7 +265,7 @@ def _divided(
 ) -> Case:
     """Return a rank of a layout with four layers; keyword arguments have __ for each dot."""
     overrides = {name.replace("__", "."): value for name, value in values.items()}
-    samples = overrides.setdefault(_MICRO_BATCH, load_config(conf).train.micro_batch_size)
+    samples = overrides.setdefault(_MICRO_BATCH, _config(conf).train.micro_batch_size)
     return Case(
         conf,
         rank,
@@ -342,7 +349,7 @@ COMPILED = {
             "parallel.tensor_model_parallel_size": ranks,
             "parallel.sequence_parallel": ranks > 1,
             "launch.nproc_per_node": ranks,
-            "train.global_batch_size": load_config(conf).train.micro_batch_size,
+            "train.global_batch_size": _config(conf).train.micro_batch_size,
             "train.compile": "on",
             # Inductor, which compiles the cross entropy, needs the properties of a GPU.
             "train.kernels.cross_entropy": "plain",
