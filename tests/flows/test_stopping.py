@@ -14,7 +14,8 @@ from megacore.config.load import parse_config
 from tests.flows.conftest import Bench, tiny_config
 from tests.flows.test_supervision import events_of, start, wait_for
 
-ITERATIONS = 1000
+ITERATIONS = 500
+"""Enough to send a signal before the last one."""
 
 
 @pytest.fixture
@@ -22,8 +23,8 @@ def conf(tmp_path: Path, bench: Bench) -> Path:
     """Write a configuration of one rank and one checkpoint at the end."""
     config = tiny_config(bench.corpus)
     config["name"] = "stopped"
-    config["train"] |= {"train_iters": ITERATIONS, "eval_interval": 1000, "log_interval": 1}
-    config["checkpoint"] = {"save_interval": 1000, "keep_last": 9}
+    config["train"] |= {"train_iters": ITERATIONS, "eval_interval": ITERATIONS, "log_interval": 1}
+    config["checkpoint"] = {"save_interval": ITERATIONS, "keep_last": 9}
     config["launch"] |= {"retries": 1, "retry_delay": 0}
     config["evaluate"] = {"max_samples": 2}
     parse_config(config, origin="test")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 from megacore.checkpoint.format import TRACKER_NAME
+from megacore.errors import DataFormatError, StageTimeoutError
+from megacore.ranks import stages
 from tests.flows.conftest import ROOT, Bench, server_environment, tiny_config
 
 STOP_GRACE = 3.0
@@ -133,10 +136,9 @@ def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
 @pytest.mark.slow
 def test_timeout_ends_all_ranks_with_a_timeout_error(bench: Bench, conf: Path) -> None:
     from flows.pretrain import pretrain
-    from megacore.errors import StageTimeoutError
 
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes"):
-        pretrain(str(conf), {"launch.timeout_minutes": 0.15, "seed": 7})
+        pretrain(str(conf), {"launch.timeout_minutes": 0.1, "seed": 7})
     # The command lines of this process's other children (the server) do not name the job file.
     wait_for(
         "the end of every rank",
@@ -150,12 +152,16 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_retry_after_a_lost_rank_resumes(bench: Bench, conf: Path) -> None:
+def test_retry_after_a_lost_rank_resumes(
+    bench: Bench, conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefect's retry resumes from the last complete checkpoint."""
-    import threading
-
     from flows.pretrain import pretrain
 
+    def end_flow(*args: Any, **kwargs: Any) -> None:
+        raise DataFormatError("no stage after the training is examined")
+
+    monkeypatch.setattr(stages, "evaluate", end_flow)
     before = {path for path in bench.workspace.glob("runs/*") if path.is_dir()}
 
     def run_directory() -> Path | None:
@@ -180,12 +186,14 @@ def test_retry_after_a_lost_rank_resumes(bench: Bench, conf: Path) -> None:
 
     killer = threading.Thread(target=kill_one_rank)
     killer.start()
-    overrides = {"seed": 8, "train.train_iters": 200, "launch.retries": 1, "launch.retry_delay": 0}
-    pretrain(str(conf), overrides)
+    overrides = {"seed": 8, "train.train_iters": 100, "launch.retries": 1, "launch.retry_delay": 0}
+    with pytest.raises(DataFormatError, match="no stage after the training"):
+        pretrain(str(conf), overrides)
     killer.join()
     directory = run_directory()
     assert directory is not None
-    lines = (directory / "events.jsonl").read_text().splitlines()
-    starts = [event for event in map(json.loads, lines) if event["kind"] == "start"]
+    events = [*map(json.loads, (directory / "events.jsonl").read_text().splitlines())]
+    starts = [event for event in events if event["kind"] == "start"]
     assert [event["attempt"] for event in starts] == [1, 2]
     assert starts[1]["resumed_from"] >= 10
+    assert max(event["iteration"] for event in events if event["kind"] == "step") == 100
