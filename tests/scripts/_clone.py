@@ -119,9 +119,17 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def ask(url: str, body: Any = None, login: str | None = None, **headers: str) -> tuple[int, str]:
-    """Return status and text of the answer to a GET, or a POST of `body` as JSON."""
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
+def ask(
+    url: str,
+    body: Any = None,
+    login: str | None = None,
+    *,
+    method: str | None = None,
+    **headers: str,
+) -> tuple[int, str]:
+    """Return status and text of the answer to a GET, or a POST or `method` of `body` as JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, method=method)
     request.add_header("content-type", "application/json")
     if login:
         request.add_header("authorization", f"Basic {base64.b64encode(login.encode()).decode()}")

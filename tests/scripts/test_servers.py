@@ -119,7 +119,7 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
 
     check_limit_keeps_the_users_value(clone, prefect_url)
     check_deployment_run(clone)
-    check_stop_ends_a_run_and_its_children(clone)
+    check_stop_ends_a_run_and_its_children(clone, prefect_url)
     assert clone.left_over(token) == []
     assert not (clone.root / "prefect.toml").exists()
     assert not (clone.workspace / "servers.json").exists()
@@ -216,8 +216,8 @@ def check_limit_keeps_the_users_value(clone: Clone, prefect_url: str) -> None:
     name = limit_name("cpu")
     page = f"{prefect_url}/api/v2/concurrency_limits/{name}"
     assert json.loads(get(page, clone.login))["limit"] == 1
-    updated = clone.prefect("gcl", "update", name, "--limit", "3")
-    assert updated.returncode == 0, updated.stdout + updated.stderr
+    assert ask(page, {"limit": 3}, clone.login, method="PATCH")[0] == 204
+    assert json.loads(get(page, clone.login))["limit"] == 3
     assert clone.servers("deploy", PREFECT_API_URL=f"{prefect_url}/api").returncode == 0
     assert json.loads(get(page, clone.login))["limit"] == 3
 
@@ -233,9 +233,12 @@ def check_deployment_run(clone: Clone) -> None:
     assert facts["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
 
 
-def check_stop_ends_a_run_and_its_children(clone: Clone) -> None:
+def check_stop_ends_a_run_and_its_children(clone: Clone, prefect_url: str) -> None:
     (clone.workspace / "probe.json").unlink()
-    assert clone.prefect("deployment", "run", "probe/env", "--param", "wait=true").returncode == 0
+    deployment = json.loads(get(f"{prefect_url}/api/deployments/name/probe/env", clone.login))
+    page = f"{prefect_url}/api/deployments/{deployment['id']}/create_flow_run"
+    status, text = ask(page, {"parameters": {"wait": True}}, clone.login)
+    assert status == 201, text
     deadline = time.monotonic() + 60
     while not (clone.workspace / "probe.json").exists():
         assert time.monotonic() < deadline, "the run did not start"
