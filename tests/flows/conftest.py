@@ -66,7 +66,8 @@ def tiny_config(corpus: Path) -> dict[str, Any]:
         "checkpoint": {"save_interval": 2, "keep_last": 2},
         "evaluate": {"max_samples": 8},
         "export": {"parity_samples": 2, "sample_tokens": 8},
-        "launch": {"nproc_per_node": 1, "retries": 0},
+        # Threads of a rank would wait for each other on cores that other tests use.
+        "launch": {"nproc_per_node": 1, "threads_per_rank": 1, "retries": 0},
     }
 
 

@@ -35,6 +35,7 @@ SHORT = {
     "export.parity_samples": 2,
     "export.sample_tokens": 8,
     "launch.nproc_per_node": 1,
+    "launch.threads_per_rank": 1,
 }
 
 

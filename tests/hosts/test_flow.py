@@ -42,6 +42,7 @@ def rig_after_flows(rig: Rig, empty_store: Path) -> Rig:
         "hostfile": str(rig.hostfile()),
         "ssh_config": str(rig.ssh_config),
         "data_placement": "node_local",
+        "threads_per_rank": 1,
         "retries": 0,
     }
     conf = rig.shared / "hosts.yaml"
