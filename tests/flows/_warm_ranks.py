@@ -17,7 +17,7 @@ from megacore.launch import supervise as real
 from megacore.launch.failure import Attempt
 from megacore.launch.watch import KillCounter
 
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds that a rank may take."""
 _POLL = 0.05
 _WITH_LOCK = ("megacore.ranks.pretrain", "megacore.ranks.finetune")

@@ -118,6 +118,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+@pytest.fixture(scope="module")
+def warm_ranks() -> Iterator[None]:
+    """Fork the single ranks of the flows of a file from a warm process."""
+    from megacore.ranks import stages
+    from tests.flows import _warm_ranks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "supervise", _warm_ranks.supervise)
+        yield
+
+
 @pytest.fixture(scope="session")
 def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Provide the flow `pretrain` on a tiny corpus.

@@ -36,7 +36,7 @@ FAMILIES = {
 }
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 
 @pytest.fixture(scope="module")

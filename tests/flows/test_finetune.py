@@ -78,7 +78,10 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def place(
-    workspace: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory
+    workspace: Path,
+    warm_ranks: None,
+    empty_store: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("finetune")
     shutil.copy(empty_store, root / "mlflow.db")
