@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEPLOYMENT = "pretrain/gpt2-tiny"
 FIRST = "bert-345m"
-"""Deployment at the top of Prefect's page, which shows some of them at once."""
+"""Deployment at the top of Prefect's page."""
 LIMIT = 120.0
 REPORTED = "prefect.flow_runs.worker - Check whether"
 """Beginning of the worker's last message about a flow run whose process was killed."""
@@ -107,6 +107,7 @@ def kill_flow(clone: Clone) -> None:
 @pytest.fixture(scope="module")
 def team(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     clone = Clone(tmp_path_factory.mktemp("team"))
+    clone.deploy_only("gpt2-tiny", FIRST)
     clone.workspace.mkdir(exist_ok=True)
     shutil.copy(empty_store, clone.workspace / "mlflow.db")
     write_corpus(clone.root / "corpus")

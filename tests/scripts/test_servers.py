@@ -218,6 +218,7 @@ def check_limit_keeps_the_users_value(clone: Clone, prefect_url: str) -> None:
     assert json.loads(get(page, clone.login))["limit"] == 1
     assert ask(page, {"limit": 3}, clone.login, method="PATCH")[0] == 204
     assert json.loads(get(page, clone.login))["limit"] == 3
+    clone.deploy_only("env")
     assert clone.servers("deploy", PREFECT_API_URL=f"{prefect_url}/api").returncode == 0
     assert json.loads(get(page, clone.login))["limit"] == 3
 
