@@ -148,6 +148,10 @@ class LaunchError(MegacoreError):
     exit_code = 8
 
 
+class HostsSilentError(LaunchError):
+    """Hosts of a hostfile of which none answers."""
+
+
 class RankLostError(LaunchError):
     """Rank that died of a signal or without a reported reason.
 

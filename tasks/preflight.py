@@ -17,7 +17,7 @@ from megacore.config.data import HubSource, Source, SourceTreeSource, TextSource
 from megacore.convert.counterparts import exportable
 from megacore.corpus.contamination import check_installed
 from megacore.corpus.curate import check_steps, needed_bytes
-from megacore.errors import MegacoreError
+from megacore.errors import HostsSilentError, MegacoreError
 from megacore.jobs.run import RankJob
 from megacore.plan.epochs import (
     BYTES_PER_TOKEN,
@@ -81,7 +81,8 @@ def load_checked_config(
 def check_machine(config: RunConfig) -> str:
     """Check the configuration on its hosts; return its memory per rank and days in one sentence.
 
-    A second line names a lighter recomputation that fits, if any.
+    A second line names a lighter recomputation that fits, if any. Hosts that do not answer are not
+    an error here, because all of their stages may be cached: memory and days are then not checked.
 
     Raises ConfigError, ParallelLayoutError, LaunchError or ConversionError when it cannot work.
     """
@@ -93,7 +94,11 @@ def check_machine(config: RunConfig) -> str:
     check_tasks(config.evaluate.lm_eval)
     check_push(config.export)
     vocab_size = expected_vocab_size(config.data.tokenizer)
-    return preflight(config, vocab_size, hardware_of(config.launch)).report()
+    try:
+        hardware = hardware_of(config.launch)
+    except HostsSilentError as error:
+        return f"memory and days are not checked: {error}"
+    return preflight(config, vocab_size, hardware).report()
 
 
 def planned_training(config: RunConfig) -> list[PlannedStage]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import hosts_of, is_this_machine
 from megacore.config.launch import LaunchConfig
-from megacore.errors import LaunchError
+from megacore.errors import HostsSilentError
 from megacore.hardware import Hardware
 
 ANSWER_LIMIT = 30.0
@@ -23,7 +23,9 @@ def hardware_of(launch: LaunchConfig) -> Hardware:
 
     Raises:
         ConfigError: the hostfile cannot be used.
-        LaunchError: no host of the hostfile answers.
+        HostsSilentError: no host of the hostfile answers.
+        LaunchError: ssh is not installed, or torch is for an accelerator that megacore does not
+            support.
     """
     hosts = tuple(hosts_of(launch))
     if launch.has_scheduler or not hosts or any(map(is_this_machine, hosts)):
@@ -47,7 +49,7 @@ def _first_answer(hosts: tuple[str, ...], ssh_config: str | None) -> Hardware:
                 except (IndexError, KeyError, TypeError, ValueError):
                     problem = f"its answer is {result.output[-100:]!r}"
             problems.append(f"{result.host}: {problem}")
-    raise LaunchError(
+    raise HostsSilentError(
         "no host of launch.hostfile tells its GPUs and memory, by which the run is checked and "
         f"divided ({'; '.join(problems)}): correct launch.hostfile or ssh"
     )

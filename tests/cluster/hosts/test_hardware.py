@@ -11,7 +11,7 @@ from megacore.cluster.hosts import hardware
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.ssh import HostResult
 from megacore.config.launch import LaunchConfig
-from megacore.errors import LaunchError
+from megacore.errors import HostsSilentError
 from megacore.hardware import Gpu, Hardware
 from tests.cluster._hosts import Hosts
 
@@ -77,7 +77,7 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path, asked: list[str]) ->
         r"GPUs and memory.*\(silent-1: ssh cannot reach it: No route to host; odd-2: its answer is "
         r"b'Hello\\n'\): correct launch\.hostfile or ssh"
     )
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(HostsSilentError, match=message):
         hardware_of(launch(tmp_path, "silent-1", "odd-2"))
 
 
