@@ -33,6 +33,7 @@ __all__ = ["compare_runs", "find_run_directory"]
 
 _SERIES = (
     "lm_loss",
+    "loss",
     "grad_norm",
     "lr",
     "global_batch_size",
@@ -42,7 +43,14 @@ _SERIES = (
     "nan_iterations",
 )
 """Values of a step that are compared."""
-_RESULTS = ("lm_loss", "grad_norm")
+_RESULTS = ("lm_loss", "loss", "grad_norm")
+"""Results of a step: `lm_loss` of a pretraining, `loss` of a fine-tuning."""
+_AVERAGED = ("lm_loss", "loss")
+"""Values that are means over a log interval."""
+_COUNTED = ("skipped_iterations", "nan_iterations")
+"""Values that are counts of a log interval."""
+_SUMMATION = 1e-12
+"""Relative difference of equal means that another order of summation can make."""
 _ROUNDING_ERROR = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 3e-2}
 """Largest relative difference at the first differing step that rounding can make, by precision."""
 _LATER = frozenset({"evaluate", "zeroshot", "convert", "publish", "push"})
@@ -249,26 +257,60 @@ def _start(a: RunRecord, b: RunRecord) -> Iterator[Finding]:
 def _first_difference(a: RunRecord, b: RunRecord, name: str) -> _First | None:
     """Return the first common step at which a value differs; None if it never does."""
     for step in sorted(a.steps.keys() & b.steps.keys()):
-        ours, theirs = _value(a, b, step, name), _value(b, a, step, name)
-        if ours != theirs:
-            return _First(step, ours, theirs)
+        ours, theirs = _values_at(a, b, step, name)
+        difference = _First(step, ours, theirs)
+        if ours != theirs and (name not in _AVERAGED or difference.relative > _SUMMATION):
+            return difference
     return None
 
 
-def _value(record: RunRecord, other: RunRecord, step: int, name: str) -> Any:
-    """Return a value of a step; means and counts are over the longer of both log intervals."""
-    value = record.steps[step].get(name)
-    if name not in ("lm_loss", "skipped_iterations", "nan_iterations"):
-        return value
-    before = max((each for each in other.steps if each < step), default=0)
-    inside = [each for each in record.steps if before < each <= step]
-    if len(inside) <= 1:
-        return value
-    values: list[Any] = [record.steps[each].get(name) for each in sorted(inside)]
-    if None in values:
-        return value
-    total = sum(values)
-    return total if name != "lm_loss" else total / len(values)
+def _values_at(a: RunRecord, b: RunRecord, step: int, name: str) -> tuple[Any, Any]:
+    """Return the values of both runs at a common step.
+
+    Means and counts of different log intervals are over the iterations since the last one that ends
+    an interval of both runs; both are None if the event of an interval in between is missing.
+    """
+    ours, theirs = a.steps[step].get(name), b.steps[step].get(name)
+    if name not in _AVERAGED + _COUNTED:
+        return ours, theirs
+    ends, their_ends = _ends(a, step), _ends(b, step)
+    first = max({begin for begin, _ in ends} & {begin for begin, _ in their_ends})
+    if first == ends[0][0] == their_ends[0][0]:
+        return ours, theirs
+    values = [
+        _over(record, [each for each in own if each[0] >= first], name)
+        for record, own in ((a, ends), (b, their_ends))
+    ]
+    return (None, None) if None in values else (values[0], values[1])
+
+
+def _ends(record: RunRecord, step: int) -> list[tuple[int, int]]:
+    """Return the log intervals up to a logged step, the last one first.
+
+    An interval is given by the iterations after which it begins and ends.
+    """
+    interval = record.values.get("train", {}).get("log_interval") or 1
+    last = (step - 1) // interval * interval
+    return [(last, step), *((end - interval, end) for end in range(last, 0, -interval))]
+
+
+def _over(record: RunRecord, intervals: list[tuple[int, int]], name: str) -> float | None:
+    """Return a count, or the mean of a loss over the applied iterations, over log intervals.
+
+    Returns None if an event or its value is missing.
+    """
+    total, weight = 0.0, 0
+    for begin, end in intervals:
+        event = record.steps.get(end, {})
+        value = event.get(name)
+        if value is None:
+            return None
+        applied = end - begin - int(event.get("skipped_iterations") or 0)
+        total += value if name in _COUNTED else value * applied
+        weight += applied
+    if name in _COUNTED:
+        return total
+    return total / weight if weight else None
 
 
 def _events(a: RunRecord, b: RunRecord, series: Mapping[str, _First | None]) -> Iterator[Finding]:
@@ -465,7 +507,7 @@ def _without_reason_text(cause: str, first: _First, a: RunRecord, b: RunRecord, 
     if cause == UNEXPLAINED:
         return "; nothing that is recorded explains it"
     last = max(a.steps.keys() & b.steps.keys())
-    ours, theirs = a.steps[last].get(name), b.steps[last].get(name)
+    ours, theirs = _values_at(a, b, last, name)
     grown = _First(last, ours, theirs).relative
     return (
         "; nothing that is recorded differs before it, and the difference has the size of "

@@ -78,8 +78,8 @@ def _step(step: int, run: Written, settings: Any) -> dict[str, Any]:
     factor = 1 + run.noise(step)
     batch = settings.train.global_batch_size
     interval = settings.train.log_interval
-    steps = range(step - interval + 1, step + 1)
-    loss = sum((4.0 * math.exp(-each / 10) + 1) for each in steps) / interval
+    steps = range((step - 1) // interval * interval + 1, step + 1)
+    loss = sum((4.0 * math.exp(-each / 10) + 1) for each in steps) / len(steps)
     values = {
         "iteration": step,
         "consumed_samples": step * batch,
@@ -332,6 +332,13 @@ PLANTED = (
         Written({"train": {"log_interval": 5}}, noise=since(7, 1e-2)),
         "unexplained",
         10,
+    ),
+    Planted(
+        "log intervals of which none divides the other",
+        Written({"train": {"log_interval": 6}}, noise=since(12, 1e-2)),
+        "unexplained",
+        12,
+        a=Written({"train": {"log_interval": 4}}),
     ),
     Planted("stopped early", Written(steps=12, end="signal"), None, None, cause="length"),
     Planted(

@@ -1,12 +1,14 @@
 """Comparison of runs: the first difference, its reason, and the first sample with other tokens."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.compare import compare_paths
-from megacore.compare.runs import compare_runs
+from megacore.compare.run_record import RunRecord
+from megacore.compare.runs import _first_difference, compare_runs
 from megacore.errors import ConfigError, DataFormatError
 from tests.compare._runs import PLANTED, Planted, Written, since, write
 from tests.train._runs import config, write_data
@@ -47,6 +49,38 @@ def test_differences_without_effect_leave_runs_equal(tmp_path: Path) -> None:
         "tracking.tensorboard",
         "checkpoint.save_interval",
     }
+
+
+@pytest.mark.parametrize("intervals", [(4, 6), (3, 20), (1, 10), (7, 5)])
+def test_log_intervals_leave_runs_equal(intervals: tuple[int, int], tmp_path: Path) -> None:
+    first, second = (Written({"train": {"log_interval": interval}}) for interval in intervals)
+    report = compared(Planted("intervals", second, None, a=first), tmp_path)
+    assert report.equal, report.findings
+    assert report.facts["common_steps"] >= 1
+
+
+def fine_tuning(interval: int, losses: list[float]) -> RunRecord:
+    """Return the record of a fine-tuning with one skipped step, the fourth."""
+    steps = {}
+    for end in range(interval, len(losses) + 1, interval):
+        applied = [step for step in range(end - interval, end) if step != 3]
+        steps[end] = {
+            "loss": sum(losses[step] for step in applied) / len(applied),
+            "skipped_iterations": interval - len(applied),
+        }
+    config = {"train": {"log_interval": interval}}
+    return RunRecord(Path("run"), {"config": config}, None, steps=steps)
+
+
+def test_losses_of_fine_tunings_are_compared_over_their_applied_steps() -> None:
+    losses = [3.0, 2.5, 2.0, math.nan, 1.5, 1.25, 1.0, 0.5]
+    every_two, every_eight = fine_tuning(2, losses), fine_tuning(8, losses)
+    for name in ("loss", "skipped_iterations"):
+        assert _first_difference(every_two, every_eight, name) is None
+    other = fine_tuning(8, [*losses[:-1], 0.75])
+    first = _first_difference(every_two, other, "loss")
+    assert first is not None
+    assert (first.step, first.a, first.b) == (8, pytest.approx(11.75 / 7), pytest.approx(12 / 7))
 
 
 def test_a_field_is_named_with_the_keys_that_it_enters(tmp_path: Path) -> None:
