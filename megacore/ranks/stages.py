@@ -9,6 +9,7 @@ from typing import Any
 from megacore.artifact.files import read_json, read_object, workspace_errors
 from megacore.artifact.manifest import FirstRead, verified_record
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
     loaded_checkpoints,
@@ -19,7 +20,6 @@ from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ArtifactError, MemoryExhaustedError
-from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob, ResultJob
 from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
@@ -164,13 +164,13 @@ def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
 
 def _memory_advice(job: TrainJob) -> str:
     """Return the planner's advice for a job whose rank the kernel killed."""
-    hardware = Hardware.detect()
+    hardware = hardware_of(job.config.launch)
     hosts = job.hosts or hosts_of(job.config.launch)
-    precision = hardware.resolve_precision(job.config.train.precision)
+    precision = hardware.resolve_precision(job.precision or job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
     deployment = Deployment(job.ranks, job.vocab_size, precision, hardware.device_type, host)
     advice = memory_advice(job.config, deployment)
-    return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on this machine)"
+    return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on {hardware.owner})"
 
 
 def _prepare_hosts(job: Job) -> None:

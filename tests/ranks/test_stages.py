@@ -7,6 +7,7 @@ import pytest
 
 from megacore.artifact import StageKey, build_artifact
 from megacore.errors import ArtifactError
+from megacore.hardware import Hardware
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
 from tests.artifact.test_manifest import flip
@@ -71,3 +72,11 @@ def test_checkpoints_of_an_attempt_that_ended_before_the_comparison_are_named(
 def test_a_quick_check_does_not_read_the_data(job: TrainJob) -> None:
     flip(Path(f"{job.token_prefixes[0]}.bin"))
     run(job.model_copy(update={"config": job.config.model_copy(update={"verify": "quick"})}))
+
+
+def test_memory_advice_is_for_the_hosts_of_the_ranks(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Hardware(cores=8, memory=3 * 2**30, host="worker-1")
+    monkeypatch.setattr(stages, "hardware_of", lambda launch: there)
+    assert stages._memory_advice(job).endswith("(3.0 GiB of host memory on host worker-1)")
