@@ -6,9 +6,12 @@ Each message states what is wrong, where, the value found, and what to do.
 exit status of the command line.
 """
 
+import re
 from collections.abc import Iterable
 
 from megacore.redact import redact
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def dotted(location: Iterable[str | int]) -> str:
@@ -31,9 +34,22 @@ class MegacoreError(Exception):
 
 
 class ConfigError(MegacoreError):
-    """Invalid value in a configuration file or an override."""
+    r"""Invalid value in a configuration file or an override.
+
+    Its message is one line: control characters of the value are written as escapes, such as `\n`.
+    """
 
     exit_code = 2
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(
+            *(
+                _CONTROL.sub(lambda match: repr(match[0])[1:-1], argument)
+                if isinstance(argument, str)
+                else argument
+                for argument in arguments
+            )
+        )
 
 
 class AdoptionError(MegacoreError):

@@ -15,7 +15,7 @@ from megacore.config.finetune import FinetuneTrainConfig
 from megacore.errors import ConfigError
 from megacore.foreign.accelerate import named_json, read_accelerate
 from megacore.foreign.deepspeed_claims import read_deepspeed
-from megacore.foreign.files import Claim, read_settings_json, read_yaml
+from megacore.foreign.files import Claim, first_file, read_settings_json, read_yaml, shortened
 
 FILES = "files"
 """Key of the validation context for the names of the files that were read."""
@@ -126,10 +126,11 @@ def _shown(value: Any) -> str:
 
 def _settings_file(name: str, value: str, roots: Sequence[Path]) -> Path:
     candidates = list(dict.fromkeys(root / Path(value).expanduser() for root in roots))
-    match = next((path for path in candidates if path.is_file()), None)
+    match = first_file(candidates)
     if match is None:
         raise ConfigError(
-            f"{name} is {value!r}: there is no file {' or '.join(map(str, candidates))}"
+            f"{name} is {shortened(repr(value))}: there is no file "
+            f"{' or '.join(shortened(str(path)) for path in candidates)}"
         )
     return match
 

@@ -19,7 +19,14 @@ from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_fi
 from megacore.config.run import RunConfig
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError, dotted
-from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml, shortened
+from megacore.foreign.files import (
+    first_file,
+    nearest,
+    parse_yaml,
+    read_settings_json,
+    read_yaml,
+    shortened,
+)
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")
@@ -27,6 +34,7 @@ Location = tuple[str | int, ...]
 _ADVICE = {
     "model_type": "give a mapping of its fields",
     "model_attributes_type": "give a mapping of its fields",
+    "dict_type": "give a mapping, as in {first: 1, second: 2}",
     "tuple_type": "give a list, as in [first, second]",
     "int_type": "give an integer",
     "int_parsing": "give an integer",
@@ -39,6 +47,18 @@ _ADVICE = {
     "string_type": "give text",
 }
 """Advice for wrong types; other kinds of errors contain their own."""
+_PATTERNS = {
+    r"^[a-z0-9][a-z0-9.-]*$": (
+        "give lower-case letters, digits, dots and dashes, the first a letter or digit"
+    ),
+    r"^[A-Za-z0-9][A-Za-z0-9_.-]*$": (
+        "give letters, digits, dots, dashes and underscores, the first a letter or digit"
+    ),
+    r"^[a-z_]+$": "give lower-case letters and underscores",
+    r"^[0-9a-f]{64}$": "give 64 hexadecimal digits in lower case",
+    r"^https?://": "give an address that begins with https:// or http://",
+}
+"""Advice for text by the pattern that it does not match."""
 _WHOLE: dict[Location, str] = {
     ("data", "workers"): "an integer above 0 or auto",
     ("deepspeed", "config"): "a path, or the content of DeepSpeed's JSON",
@@ -193,20 +213,20 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAININ
 
     Raises ConfigError with the most similar name if there is no such file.
     """
-    for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
-        if candidate.is_file():
-            return candidate
+    path = first_file((Path(conf), conf_dir / f"{conf}.yaml"))
+    if path is not None:
+        return path
     other = _other(kind)
     other_path = (
         conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name
     ) / f"{conf}.yaml"
-    if other_path.is_file():
+    if first_file((other_path,)) is not None and other_path.parent != conf_dir:
         hint = f"; {other_path} is one of the flow {other.flow}"
     else:
         hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
     raise ConfigError(
-        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml "
-        f"exists{hint}"
+        f"no configuration named {shortened(repr(conf))}: neither that file nor "
+        f"{shortened(str(conf_dir / conf))}.yaml exists{hint}"
     )
 
 
@@ -316,12 +336,12 @@ def _base_path(name: str, extending: Path, conf_dir: Path, kind: _Kind) -> Path:
     The directory of the extending file comes first, then the directories of `conf_path`.
     """
     for candidate in (extending.parent / name, extending.parent / f"{name}.yaml"):
-        if candidate.is_file() and not candidate.samefile(extending):
+        if first_file((candidate,)) is not None and not candidate.samefile(extending):
             return candidate
     try:
         return conf_path(name, conf_dir, kind=kind)
     except ConfigError as error:
-        raise ConfigError(f"{extending} extends {name!r}: {error}") from error
+        raise ConfigError(f"{extending} extends {shortened(repr(name))}: {error}") from error
 
 
 def _merge(
@@ -396,11 +416,11 @@ def _read_deepspeed_json(merged: _Merged, conf_dir: Path) -> None:
             for root in ("", merged.file_of("deepspeed.config").parent, conf_dir.absolute().parent)
         )
     )
-    json_path = next((path for path in candidates if path.is_file()), None)
+    json_path = first_file(candidates)
     if json_path is None:
         raise ConfigError(
-            f"deepspeed.config is {json_name!r}: there is no file "
-            f"{' or '.join(map(str, candidates))}"
+            f"deepspeed.config is {shortened(repr(json_name))}: there is no file "
+            f"{' or '.join(shortened(str(path)) for path in candidates)}"
         )
     values["deepspeed"] = {**section, "config": read_settings_json(json_path)}
 
@@ -458,7 +478,11 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     """Return a pydantic error as one clause."""
     key, location = _key(item, schema), _location(item, schema)
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key}{_hint(item['loc'], schema)}"
+        return f"unknown key {dotted(location) or repr('')}{_hint(item['loc'], schema)}"
+    if item["type"] == "invalid_key" or item["loc"][-1:] == ("[key]",):
+        place = dotted(location[: -1 if item["type"] == "invalid_key" else -2])
+        place = place or "the configuration"
+        return f"key {shortened(repr(item['input']))} of {place} is not text: put it in quotes"
     if item["type"] == "missing":
         return f"{key} is missing: give it a value"
     if item["type"] == "union_tag_not_found":
@@ -475,7 +499,13 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     if location in _WHOLE and len(item["loc"]) > len(location):
         return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
-    if item["type"] == "less_than_equal":
+    if item["type"] == "string_pattern_mismatch":
+        advice = _PATTERNS[item["ctx"]["pattern"]]
+    elif item["type"] == "string_too_short":
+        advice = "give text that is not empty"
+    elif item["type"] == "string_too_long":
+        advice = f"give at most {item['ctx']['max_length']} characters"
+    elif item["type"] == "less_than_equal":
         advice = f"give at most {item['ctx']['le']:,}"
     elif item["type"] == "too_short" and isinstance(item["input"], list | tuple):
         least = item["ctx"]["min_length"]

@@ -98,7 +98,7 @@ def _leaves(
             yield from _leaves(f"{key}.", value or {}, accepted)
         else:
             raise ValueError(
-                f"unknown key {spelled} in {accepted.name}{_nearest(prefix, name, accepted)}"
+                f"unknown key {spelled} in {accepted.name}{_nearest(prefix, str(name), accepted)}"
             )
 
 

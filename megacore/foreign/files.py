@@ -4,10 +4,11 @@ A `Claim` is a setting of such a file, expressed as a value of the configuration
 """
 
 import difflib
+import errno
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,24 @@ def _refuse_repetition(node: yaml.Node) -> None:
 
 def _problem(text: str, mark: yaml.Mark | None) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, text, mark)
+
+
+def first_file(candidates: Iterable[Path]) -> Path | None:
+    """Return the first path that is a regular file; None if none is.
+
+    Raises ConfigError for a path that the system does not let this user look up.
+    """
+    for path in candidates:
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # no file has such a name
+                raise ConfigError(
+                    f"{path} cannot be read: {error.strerror}: give another file, or make it "
+                    "readable"
+                ) from error
+    return None
 
 
 def read_yaml(path: Path) -> Any:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from megacore.config.base import Section
 from megacore.errors import ConfigError
-from megacore.foreign.files import nearest, read_yaml, shortened
+from megacore.foreign.files import first_file, nearest, read_yaml, shortened
 from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
 
@@ -193,14 +193,12 @@ def load_machine(name: str) -> Machine:
     """
     directories = [HARDWARE_DIR, _PROJECT_FILES]
     file = f"{name.lower()}.yaml"
-    for candidate in (Path(name), *(each / file for each in directories)):
-        if candidate.is_file():
-            break
-    else:
+    candidate = first_file((Path(name), *(each / file for each in directories)))
+    if candidate is None:
         known = sorted({path.stem for each in directories for path in each.glob("*.yaml")})
         raise ConfigError(
-            f"no hardware named {name!r}: neither that file nor {directories[0] / file} "
-            f"exists{nearest(name, known)}"
+            f"no hardware named {shortened(repr(name))}: neither that file nor "
+            f"{shortened(str(directories[0] / file))} exists{nearest(name, known)}"
         )
     content = read_yaml(candidate)
     if not isinstance(content, dict):

@@ -16,6 +16,21 @@ def test_an_unknown_key_of_the_json_is_named(tmp_path: Path) -> None:
     assert "unknown key zero_optimisation in ds.json (did you mean zero_optimization?)" in message
 
 
+def test_a_key_that_is_a_number_is_named(tmp_path: Path) -> None:
+    launch = {"launch.deepspeed_config": {1: 2}}
+    assert "unknown key 1 in launch.deepspeed_config (known: " in Files(tmp_path).refusal(**launch)
+
+
+def test_the_path_of_a_missing_file_is_on_one_line(tmp_path: Path) -> None:
+    launch = {"launch.deepspeed_config": "a\nb"}
+    assert "'a\\nb': there is no file a\\nb or " in Files(tmp_path).refusal(**launch)
+
+
+def test_a_path_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
+    launch = {"launch.deepspeed_config": "a" * 300}
+    assert "there is no file aaa" in Files(tmp_path).refusal(**launch)
+
+
 @pytest.mark.parametrize(
     ("accelerate", "deepspeed", "sentence"),
     [

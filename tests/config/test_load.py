@@ -1,5 +1,6 @@
 """Loading of YAML and overrides: a frozen configuration, or an error of one line."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from pydantic import ValidationError
 
 from megacore.config import RunConfig, load_config, parse_overrides, read_config
 from megacore.config.data import TextSource
-from megacore.config.load import conf_path
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.load import _PATTERNS, conf_path, load_finetune_config
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 
@@ -221,6 +223,26 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             "data.source.files is []: give at least 1 el",
         ),
         ({"seed": -1}, "seed is -1"),
+        (
+            {"launch.kubernetes.node_selector": [1]},
+            "launch.kubernetes.node_selector is [1]: give a mapping, as in {first: 1, second: 2}",
+        ),
+        (
+            {"launch.kubernetes.node_selector": {1: "a"}},
+            "key 1 of launch.kubernetes.node_selector is not text: put it in quotes",
+        ),
+        ({"model": {1: 2}}, "key 1 of model is not text: put it in quotes"),
+        ({"": 1}, "unknown key '' (known: checkpoint, "),
+        ({"launch.slurm.account": ""}, "account is '': give text that is not empty"),
+        ({"name": "a b"}, "name is 'a b': give lower-case letters, digits, dots and dashes, the"),
+        (
+            {"data.source": {"kind": "http", "files": [{"url": "ftp://host/file"}]}},
+            "is 'ftp://host/file': give an address that begins with https:// or http://",
+        ),
+        (
+            {"data.dask_address": "a\nb\0c"},
+            "data.dask_address is a\\nb\\x00c but data.shard_runner",
+        ),
     ],
 )
 def test_wrong_keys_and_values_are_named(
@@ -315,6 +337,28 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as YAML" in refusal(str(path))
+
+
+@pytest.mark.parametrize("load", [load_config, load_finetune_config])
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "a/" * 3000])
+def test_a_name_too_long_for_a_file_is_refused_in_short(
+    load: Callable[[str], object], name: str
+) -> None:
+    with pytest.raises(ConfigError, match="no configuration named 'a") as caught:
+        load(name)
+    assert len(str(caught.value)) < 1500
+
+
+def test_the_path_below_conf_of_a_configuration_of_this_flow_is_no_hint_at_the_other_flow() -> None:
+    with pytest.raises(ConfigError, match=r"named 'finetune/mrpc'.*\(known: .*mrpc"):
+        load_finetune_config("finetune/mrpc")
+
+
+def test_every_pattern_of_the_schema_has_advice() -> None:
+    schemas = [RunConfig.model_json_schema(), FinetuneConfig.model_json_schema()]
+    patterns = set(re.findall(r'"pattern": ("[^"]*")', json.dumps(schemas)))
+    assert len(patterns) >= 5
+    assert {json.loads(pattern) for pattern in patterns} <= set(_PATTERNS)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_name() -> None:

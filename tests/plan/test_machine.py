@@ -66,6 +66,11 @@ def test_an_unknown_name_proposes_the_nearest() -> None:
         load_machine("h1000")
 
 
+def test_a_name_too_long_for_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no hardware named 'aaa"):
+        load_machine("a" * 5000)
+
+
 def test_an_unknown_rate_is_refused() -> None:
     machine = load_machine("h100").model_copy(update={"tflops": {"bf16": 989.4}})
     with pytest.raises(ConfigError, match=r"has no tflops\.fp32"):
