@@ -305,6 +305,8 @@ def _check_batch(
 ) -> None:
     """Raise ValueError if the batch differs from micro batch x accumulation x ranks."""
     total, train = flat.get("train_batch_size", AUTO), values.get("train") or {}
+    if not isinstance(train, Mapping):
+        return  # its section refuses it
     factors = {key: train.get(key, default) for key, default in batch.items()}
     if total == AUTO or not all(isinstance(each, int) and each > 0 for each in factors.values()):
         return

@@ -21,6 +21,11 @@ def test_a_key_that_is_a_number_is_named(tmp_path: Path) -> None:
     assert "unknown key 1 in launch.deepspeed_config (known: " in Files(tmp_path).refusal(**launch)
 
 
+def test_a_section_train_that_is_no_mapping_is_named(tmp_path: Path) -> None:
+    message = Files(tmp_path).refusal(None, {"zero_optimization": {"stage": 2}}, train=7)
+    assert "train is 7: give a mapping of its fields" in message
+
+
 def test_the_path_of_a_missing_file_is_on_one_line(tmp_path: Path) -> None:
     launch = {"launch.deepspeed_config": "a\nb"}
     assert "'a\\nb': there is no file a\\nb or " in Files(tmp_path).refusal(**launch)
