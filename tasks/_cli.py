@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -93,10 +94,11 @@ def _raise_hung_up(number: int, frame: FrameType | None) -> None:
     """End the flow because its terminal is closed, to which nothing can be written any more."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # both the kernel and the shell send it
     for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
+        with suppress(OSError):  # it may be closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
     raise TerminatedError(number)
 
 

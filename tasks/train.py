@@ -227,7 +227,6 @@ def _run(
     _warn_of_changed_schedule(config, directory)
     job = TrainJob(
         **make_job(config, directory, tokens, tokenizer, index).model_dump(),
-        precision=precision_of(config),
         planned_samples=_planned_samples(config, directory),
     )
     shutil.rmtree(job.exit_directory, ignore_errors=True)
@@ -317,9 +316,10 @@ def make_job(
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
     ranks, threads = resolve_launch(config, hardware_of(config.launch), vocab_size, hosts=hosts)
-    return job_of(
+    job = job_of(
         config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts
     )
+    return job.model_copy(update={"precision": precision_of(config)})
 
 
 def job_of(

@@ -29,7 +29,7 @@ from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
 from tasks._stage_runner import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
-from tasks.train import run_facts
+from tasks.train import precision_of, run_facts
 
 VERSION = 3
 REPORT = "zeroshot.json"
@@ -149,7 +149,7 @@ def make_job(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         # Same as for perplexities: GPUs use the training's precision; on a CPU fp32 costs little.
-        precision=config.train.precision if on_gpus else "fp32",
+        precision=precision_of(config) if on_gpus else "fp32",
         batch_size=config.evaluate.micro_batch_size,
         tokenizer_directory=tokenizer.path,
         wikitext=_absolute(zero_shot.wikitext),

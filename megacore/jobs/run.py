@@ -82,6 +82,9 @@ class Job(RankJob):
     """Directory of the run: run.json, events.jsonl, checkpoints."""
     attempt: int = 1
     """Number of this attempt, counted from 1."""
+    precision: str | None = None
+    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
+    `config.train.precision`, in files of earlier versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,9 +119,6 @@ class Job(RankJob):
 class TrainJob(Job):
     """Distributed pretraining; resumes from the newest complete checkpoint in `run_directory`."""
 
-    precision: str | None = None
-    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
-    `config.train.precision`, in files of earlier versions."""
     planned_samples: int | None = None
     """Samples of the train split for which the order of the samples was planned, before the epochs
     that follow it; None in files of earlier versions."""

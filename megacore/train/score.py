@@ -52,7 +52,7 @@ class CheckpointScorer:
         self._mesh = mesh
         self._device = device
         # As in training, so that both measure the same perplexity.
-        precision = resolve_precision(job.config.train.precision, device.type)
+        precision = resolve_precision(job.precision or job.config.train.precision, device.type)
         self._precision = precision
         self._stage = Stage(
             job.config,

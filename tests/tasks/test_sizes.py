@@ -100,7 +100,8 @@ def test_vocabulary_that_ranks_cannot_divide_is_refused(
         artifact(tmp_path, vocab_size=510, special_tokens={"eod": 0}),
         artifact(tmp_path),
     )
-    assert make_job(config, tmp_path, *inputs).ranks == 2
+    job = make_job(config, tmp_path, *inputs)
+    assert (job.ranks, job.precision) == (2, "fp32")
     odd = (
         artifact(tmp_path),
         artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0}),
