@@ -97,6 +97,7 @@ class Marker:
                 for name, record in values.pop("files").items()
             }
             marker = cls(files=files, **values)
+            marker._check_types()
         except FileNotFoundError as error:
             raise CheckpointError(_incomplete(directory)) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -109,6 +110,17 @@ class Marker:
                 f"{FORMAT_VERSION}: install the version of megacore that wrote it"
             )
         return marker
+
+    def _check_types(self) -> None:
+        """Raise ValueError if the iteration, the loss or a file's record is of another type."""
+        loss = self.validation_loss
+        if type(self.iteration) is not int:
+            raise ValueError(f"iteration is {self.iteration!r}, not a number of steps")
+        if loss is not None and (type(loss) not in (int, float) or not math.isfinite(loss)):
+            raise ValueError(f"validation_loss is {loss!r}, not a finite number")
+        for name, record in self.files.items():
+            if type(record.size) is not int or type(record.sha256) is not str:
+                raise ValueError(f"the size or sha256 of {name} is of another type")
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
         """Return the first problem with the files, in one clause that names the file, or None.

@@ -1,6 +1,7 @@
 """Tests of the format of checkpoints and the choice of the latest complete one."""
 
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -90,6 +91,31 @@ def test_a_checkpoint_with_a_missing_or_damaged_marker_is_skipped(
     iteration, warnings = choose(root)
     assert iteration == 100
     assert MARKER_NAME in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("iteration",), [200]),
+        (("iteration",), "200"),
+        (("validation_loss",), []),
+        (("validation_loss",), "1.5"),
+        (("validation_loss",), float("nan")),
+        (("files", "state.json", "size"), None),
+        (("files", "state.json", "sha256"), []),
+    ],
+)
+def test_a_marker_with_a_value_of_another_type_is_skipped(
+    root: Path, place: tuple[str, ...], value: Any
+) -> None:
+    path = root / "iter_0000200" / MARKER_NAME
+    content = json.loads(path.read_text())
+    functools.reduce(dict.__getitem__, place[:-1], content)[place[-1]] = value
+    path.write_text(json.dumps(content))
+    iteration, (warning,) = choose(root)
+    assert iteration == 100
+    assert f"{MARKER_NAME} is damaged ({place[0] if len(place) == 1 else 'the size'}" in warning
+    assert list(complete_checkpoints(root)) == [root / "iter_0000100"]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
