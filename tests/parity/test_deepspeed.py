@@ -95,6 +95,7 @@ TWO_RANKS = {
     "stage 2 bf16": zero(ZERO_2, train=BF16, model=SMALL),
     "stage 3 bf16": zero(DIVIDE_ALL, train=BF16, model=SMALL, steps=STEPS),
     "pp2 stage 1 bf16": zero(ZERO_1, PP2, BF16, model=SMALL),
+    "pp2 stage 1 bf16, optimizer on the CPU": zero(ZERO_1 | OFFLOAD, PP2, BF16, model=SMALL),
     "llama stage 3": other("gpt", LLAMA, DIVIDE_ALL),
     "llama tp2 stage 3": other("gpt", LLAMA, DIVIDE_ALL, TP2),
     "bert stage 3": other("bert", SMALL, DIVIDE_ALL),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.engine.deepspeed.engine import DeepSpeedBase
@@ -85,6 +86,8 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         engine, optimizer, _, _ = import_deepspeed().initialize(
             model=module, optimizer=self._adam, config=self._settings
         )
+        if getattr(optimizer, "use_grad_accum_attribute", False):
+            _sum_accumulated(engine)
         return engine, optimizer
 
     def forward_backward(
@@ -151,3 +154,18 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         # pass.
         with torch.no_grad():
             return PipelineModule(layers=layers, topology=topology, partition_method="uniform")
+
+
+def _sum_accumulated(engine: Any) -> None:
+    """Let DeepSpeed sum the gradients of tied parameters where its optimizer accumulates them.
+
+    That optimizer moves each gradient to `grad_accum`, in fp32, but DeepSpeed's own instruction
+    sums `grad`, which is then empty: each stage would change its copy of the parameter differently.
+    """
+    from deepspeed.runtime.pipe import schedule
+
+    def reduce_tied(engine: Any) -> None:
+        for weight, group in engine.module.get_tied_weights_and_groups():
+            dist.all_reduce(weight.grad_accum, group=group)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied}
