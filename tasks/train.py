@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import get_run_logger
 from prefect.runtime import task_run
@@ -18,6 +18,7 @@ from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.spec import SpecialTokens
+from megacore.config.train import Precision
 from megacore.errors import ConfigError, MegacoreError, WorkspaceError
 from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
@@ -64,14 +65,14 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     )
 
 
-def precision_of(config: RunConfig) -> str:
+def precision_of(config: RunConfig) -> Precision:
     """Return the compute type of the run on its hosts, which are asked only for `auto`."""
     from megacore.cluster.hosts.hardware import hardware_of
 
     precision = config.train.precision
     if precision != "auto":
         return precision
-    return hardware_of(config.launch).resolve_precision(precision)
+    return cast(Precision, hardware_of(config.launch).resolve_precision(precision))
 
 
 def pretrained_digest(config: RunConfig) -> str | None:
