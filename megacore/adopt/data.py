@@ -172,6 +172,11 @@ def put_tokenizer(settings: Settings, draft: Draft, family: str) -> None:
             draft.put("data.tokenizer.vocab_extra_ids", int(count), extra)
         else:
             draft.ignore(extra, "its tokenizer is refused")
+    size = settings.get("--vocab-size")
+    if size is not None and not size.unknown:  # the formulas are compared with this vocabulary
+        entries = number_of(size, draft, "data.tokenizer.vocab_size")
+        if entries is not None and entries < 1:
+            draft.reject(size, "give at least 1")
     for flag in ("--vocab-size", "--tiktoken-pattern"):
         setting = settings.get(flag)
         if setting is not None and flag not in draft.done:

@@ -595,6 +595,8 @@ def test_sizes_of_the_wrong_kind_are_one_sentence(tmp_path: Path, key: str, valu
         ("--num-layers two", r"^gpt\.sh: --num-layers is 'two' \(gpt\.sh:1\): give an integer$"),
         ("--lr fast", r"--lr is 'fast' \(gpt\.sh:1\): give a number"),
         ("--num-query-groups x --group-query-attention", r"--num-query-groups is 'x' .*a number"),
+        ("--vocab-size -1", r"^gpt\.sh: --vocab-size is '-1' \(gpt\.sh:1\): give at least 1$"),
+        ("--vocab-size many", r"--vocab-size is 'many' .*give a number"),
         ("--num-layers -2", r"^gpt\.sh: --num-layers -2 \(gpt\.sh:1\): .* greater than 0: correct"),
     ],
 )
