@@ -71,9 +71,10 @@ _FAULTS = {
     errno.EINTR: "a signal broke off the call: try again",
     errno.EMFILE: "this process has too many files open: raise the limit (`ulimit -n`)",
     errno.ENFILE: "this host has too many files open: raise it (`sysctl fs.file-max`)",
+    errno.ENAMETOOLONG: "the path or a name in it is too long: give a shorter one",
 }
 """Cause and remedy of the errors that say nothing about the file's content."""
-_LASTING = frozenset({errno.EMFILE, errno.ENFILE})
+_LASTING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG})
 """Those that a later attempt would meet again."""
 _ONLY_OF_FILES = frozenset({errno.EIO, errno.EREMOTEIO, errno.ESTALE, *_LASTING})
 """Those that only files have; the others are also errors of sockets and processes."""
@@ -170,9 +171,9 @@ def _refuse_endless(status: os.stat_result, path: Path) -> None:
 
 
 def access_error(error: OSError, path: Path | None = None) -> FileAccessError | None:
-    """Return the sentence for a failing disk, a lost mount or too many open files, else None.
+    """Return the sentence for a failing disk, a lost mount, too many open files or a long path.
 
-    It is a TransientFileError if the cause may pass.
+    It is None for other errors, and a TransientFileError if the cause may pass.
     """
     fault = _FAULTS.get(error.errno or 0)
     if fault is None or (error.errno not in _ONLY_OF_FILES and error.filename is None):

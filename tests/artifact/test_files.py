@@ -12,6 +12,7 @@ import pytest
 
 from megacore.artifact.files import (
     access_error,
+    access_errors,
     link_or_copy,
     naming,
     parse_json,
@@ -258,6 +259,10 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         workspace_errors(tmp_path),
     ):
         raise OSError(errno.EMFILE, "Too many open files")
+    long = tmp_path / ("a" * 300)
+    message = r"aaa.* \(File name too long\): .* a shorter one"
+    with pytest.raises(FileAccessError, match=message), access_errors(long):
+        long.exists()
 
 
 @pytest.mark.parametrize(
