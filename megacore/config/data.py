@@ -212,7 +212,7 @@ class TrainBpeTokenizer(_Vocabulary):
 
     kind: Literal["train-bpe"] = keyed()
     """Type of the tokenizer."""
-    vocab_size: int = keyed(8192, gt=256)
+    vocab_size: int = keyed(8192, gt=256, le=2**30)
     """Number of vocabulary entries, including special tokens but not sentinels."""
     special_tokens: tuple[str, ...] = keyed((), omit_default=True)
     """Special tokens in addition to `<|endoftext|>`, such as those of fill-in-the-middle; text is
@@ -246,7 +246,7 @@ class TrainWordPieceTokenizer(_Vocabulary):
 
     kind: Literal["train-wordpiece"] = keyed()
     """Type of the tokenizer."""
-    vocab_size: int = keyed(8192, gt=256)
+    vocab_size: int = keyed(8192, gt=256, le=2**30)
     """Number of vocabulary entries, including special tokens but not sentinels."""
     lower_case: bool = keyed(True)
     """If true, text is lower-cased and accents are removed."""

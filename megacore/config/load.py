@@ -76,6 +76,8 @@ WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
 _EXTENDS = "extends"
 """Key of a file for the configurations that it extends."""
+_LONGEST_CHAIN = 32
+"""Most files that extend one another."""
 Model = TypeVar("Model", bound=BaseModel)
 _DISCRIMINATORS = ("kind", "step")
 """Field that selects the alternative of a section. Pydantic includes its value in error
@@ -295,6 +297,11 @@ def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _K
         raise ConfigError(
             f"{chain[0]} extends itself: {' extends '.join(map(str, chain))}: remove one `extends`"
         )
+    if len(chain) > _LONGEST_CHAIN:
+        raise ConfigError(
+            f"{chain[0]} extends {chain[1]}, and so on through more than {_LONGEST_CHAIN} files: "
+            "extend fewer"
+        )
     values = _read_file(path, kind)
     if above:
         values.pop("name", None)
@@ -305,6 +312,9 @@ def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _K
             f"{path}: extends is {bases!r}: give the name or path of a configuration, or a list "
             "of them"
         )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path}: extends names {twice!r} more than once: name it once")
     merged: dict[str, Any] = {}
     files: tuple[_File, ...] = ()
     for name in names:

@@ -3,7 +3,14 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_serializer, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -269,10 +276,16 @@ class PasskeyConfig(Section):
 
     @field_validator("lengths", "depths")
     @classmethod
-    def _no_value_is_repeated(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+    def _no_value_is_repeated(
+        cls, values: tuple[float, ...], info: ValidationInfo
+    ) -> tuple[float, ...]:
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise ValueError(f"{twice:g} is given more than once: give each value once")
+            listed = ", ".join(f"{value:g}" for value in values)
+            raise ValueError(
+                f"evaluate.zero_shot.passkey.{info.field_name} is [{listed}], where {twice:g} is "
+                "given more than once: give it once"
+            )
         return values
 
 

@@ -178,6 +178,15 @@ def test_an_error_names_the_file_of_the_value(write: Write) -> None:
     assert "(in " not in refusal(path, {"optim.lr": "low"})
 
 
+def test_a_chain_of_many_files_is_refused(write: Write) -> None:
+    write("file-0", minimal())
+    for number in range(1, 33):
+        path = write(f"file-{number}", {"extends": f"file-{number - 1}"})
+        if number < 32:
+            assert load_config(path).name == f"file-{number}"
+    assert "extends conf/file-31.yaml, and so on through more than 32 files" in refusal(path)
+
+
 @pytest.mark.parametrize(
     ("extends", "sentence"),
     [
@@ -187,6 +196,7 @@ def test_an_error_names_the_file_of_the_value(write: Write) -> None:
         (3, "conf/mine.yaml: extends is 3: give the name or path of a configuration"),
         (None, "conf/mine.yaml: extends is None: give the name or path of a configuration"),
         (["base", 1], "conf/mine.yaml: extends is ['base', 1]: give"),
+        (["base", "base"], "conf/mine.yaml: extends names 'base' more than once: name it once"),
         ("task", "conf/task.yaml has task, a value of the flow finetune, not of pretrain"),
     ],
 )
