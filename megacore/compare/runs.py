@@ -259,7 +259,8 @@ def _first_difference(a: RunRecord, b: RunRecord, name: str) -> _First | None:
     for step in sorted(a.steps.keys() & b.steps.keys()):
         ours, theirs = _values_at(a, b, step, name)
         difference = _First(step, ours, theirs)
-        if ours != theirs and (name not in _AVERAGED or difference.relative > _SUMMATION):
+        is_rounding = name in _AVERAGED and difference.relative <= _SUMMATION
+        if ours != theirs and not is_rounding:
             return difference
     return None
 
@@ -303,9 +304,11 @@ def _over(record: RunRecord, intervals: list[tuple[int, int]], name: str) -> flo
     for begin, end in intervals:
         event = record.steps.get(end, {})
         value = event.get(name)
+        applied = end - begin - int(event.get("skipped_iterations") or 0)
+        if event and not applied and name in _AVERAGED:
+            continue  # without applied iterations there is no mean
         if value is None:
             return None
-        applied = end - begin - int(event.get("skipped_iterations") or 0)
         total += value if name in _COUNTED else value * applied
         weight += applied
     if name in _COUNTED:

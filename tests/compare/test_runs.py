@@ -65,7 +65,7 @@ def fine_tuning(interval: int, losses: list[float]) -> RunRecord:
     for end in range(interval, len(losses) + 1, interval):
         applied = [step for step in range(end - interval, end) if step != 3]
         steps[end] = {
-            "loss": sum(losses[step] for step in applied) / len(applied),
+            "loss": sum(losses[step] for step in applied) / len(applied) if applied else None,
             "skipped_iterations": interval - len(applied),
         }
     config = {"train": {"log_interval": interval}}
@@ -77,6 +77,8 @@ def test_losses_of_fine_tunings_are_compared_over_their_applied_steps() -> None:
     every_two, every_eight = fine_tuning(2, losses), fine_tuning(8, losses)
     for name in ("loss", "skipped_iterations"):
         assert _first_difference(every_two, every_eight, name) is None
+    every_one = fine_tuning(1, losses)  # the fourth interval has no mean
+    assert _first_difference(every_one, every_eight, "loss") is None
     other = fine_tuning(8, [*losses[:-1], 0.75])
     first = _first_difference(every_two, other, "loss")
     assert first is not None
