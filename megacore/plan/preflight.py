@@ -226,7 +226,7 @@ def check_precision(precision: str, scheduler: str) -> None:
     """
     if precision == "auto":
         raise ConfigError(
-            f"train.precision is auto, and this machine has no GPU to tell by what those of "
+            "train.precision is auto, and this machine has no GPU to tell by what those of "
             f"{scheduler} multiply: set train.precision to bf16 (Ampere or newer), fp16 or fp32"
         )
 
