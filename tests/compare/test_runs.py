@@ -59,30 +59,39 @@ def test_log_intervals_leave_runs_equal(intervals: tuple[int, int], tmp_path: Pa
     assert report.facts["common_steps"] >= 1
 
 
-def fine_tuning(interval: int, losses: list[float]) -> RunRecord:
-    """Return the record of a fine-tuning with one skipped step, the fourth."""
+def logged(name: str, interval: int, losses: list[float]) -> RunRecord:
+    """Return a record of means over `interval` steps, in which a NaN stands for a skipped step."""
     steps = {}
     for end in range(interval, len(losses) + 1, interval):
-        applied = [step for step in range(end - interval, end) if step != 3]
-        steps[end] = {
-            "loss": sum(losses[step] for step in applied) / len(applied) if applied else None,
-            "skipped_iterations": interval - len(applied),
-        }
+        applied = [loss for loss in losses[end - interval : end] if not math.isnan(loss)]
+        skipped = interval - len(applied)
+        steps[end] = {name: sum(applied) / len(applied) if applied else None} | (
+            {"skipped_iterations": skipped} if name == "lm_loss" else {}
+        )
     config = {"train": {"log_interval": interval}}
     return RunRecord(Path("run"), {"config": config}, None, steps=steps)
 
 
-def test_losses_of_fine_tunings_are_compared_over_their_applied_steps() -> None:
+def test_losses_of_a_pretraining_are_compared_over_applied_iterations() -> None:
     losses = [3.0, 2.5, 2.0, math.nan, 1.5, 1.25, 1.0, 0.5]
-    every_two, every_eight = fine_tuning(2, losses), fine_tuning(8, losses)
-    for name in ("loss", "skipped_iterations"):
-        assert _first_difference(every_two, every_eight, name) is None
-    every_one = fine_tuning(1, losses)  # the fourth interval has no mean
-    assert _first_difference(every_one, every_eight, "loss") is None
-    other = fine_tuning(8, [*losses[:-1], 0.75])
-    first = _first_difference(every_two, other, "loss")
+    whole = logged("lm_loss", 8, losses)
+    for interval in (1, 2, 4):  # with an interval of 1, the fourth has no mean
+        record = logged("lm_loss", interval, losses)
+        for name in ("lm_loss", "skipped_iterations"):
+            assert _first_difference(record, whole, name) is None
+    other = logged("lm_loss", 8, [*losses[:-1], 0.75])
+    first = _first_difference(logged("lm_loss", 2, losses), other, "lm_loss")
     assert first is not None
     assert (first.step, first.a, first.b) == (8, pytest.approx(11.75 / 7), pytest.approx(12 / 7))
+
+
+def test_losses_of_fine_tunings_are_compared() -> None:
+    losses = [3.0, 2.5, 2.0, 1.5]
+    often, seldom = logged("loss", 1, losses), logged("loss", 4, losses)
+    assert _first_difference(often, seldom, "loss") is None
+    first = _first_difference(often, logged("loss", 4, [*losses[:-1], 1.0]), "loss")
+    assert first is not None
+    assert (first.step, first.a, first.b) == (4, 2.25, 2.125)
 
 
 def test_a_field_is_named_with_the_keys_that_it_enters(tmp_path: Path) -> None:
