@@ -1,5 +1,6 @@
 """Prefect flows, which only define the order of the tasks."""
 
+import atexit
 import gc
 import sys
 
@@ -9,6 +10,7 @@ from tasks._logging import shorten_user_errors
 from tasks._orphans import GC_THRESHOLDS
 
 gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
+atexit.register(gc.freeze)  # nothing needs to be collected when the process ends
 try:
     prepare_environment()
     shorten_user_errors()

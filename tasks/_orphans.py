@@ -36,13 +36,14 @@ MARK = "MEGACORE_FLOW_PROCESS"
 _SERVER_MODULE = "prefect.server.api.server"
 _SERVER = f"{_SERVER_MODULE}:create_app".encode()
 _SERVE = """
-import gc, sys, types
+import atexit, gc, sys, types
 gc.set_threshold(*{thresholds})
+atexit.register(gc.freeze)
 sys.modules["prefect_dask"] = types.ModuleType("prefect_dask")
 from uvicorn import main
 main()
 """
-"""Program of the temporary server: `python -m uvicorn` with rarer searches for garbage.
+"""Program of the temporary server: `python -m uvicorn` that rarely searches for garbage, not at the end.
 
 The server imports every collection of Prefect's for its types of blocks. The one for Dask has none,
 and imports Dask.
@@ -51,7 +52,14 @@ GC_THRESHOLDS = (100_000, 20, 50)
 """Thresholds of garbage collection while thousands of modules are imported, all of which stay."""
 _PORTS = range(8000, 9000)
 _HOST = "127.0.0.1"
-_HEALTH_POLL = 0.1
+_HEALTH_POLL = 0.04
+_IMPORTED_MEANWHILE = (
+    "fastapi.encoders",
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "prefect.utilities.visualization",
+)
+"""Modules that Prefect imports when a flow runs; here while the server starts."""
 _PORT_IN_USE = 3
 """Exit code of uvicorn when it cannot listen."""
 _GRACE = 3.0
@@ -181,6 +189,8 @@ class TemporaryServer:
         try:
             self.server_process = self._run_uvicorn_command()
             atexit.register(self.stop)
+            for module in _IMPORTED_MEANWHILE:
+                importlib.import_module(module)
             self._wait_until_healthy(timeout)
         except BaseException:
             self.stop()
