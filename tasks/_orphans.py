@@ -43,7 +43,7 @@ sys.modules["prefect_dask"] = types.ModuleType("prefect_dask")
 from uvicorn import main
 main()
 """
-"""Program of the temporary server: `python -m uvicorn` that rarely searches for garbage, not at the end.
+"""Program of the temporary server: `python -m uvicorn` with rarer searches for garbage.
 
 The server imports every collection of Prefect's for its types of blocks. The one for Dask has none,
 and imports Dask.
