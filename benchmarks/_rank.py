@@ -140,7 +140,8 @@ def _plain_model(precision: str) -> torch.nn.Module:
             self.model = NanoGpt(CASES[f"tiny-{precision}"])
 
         def forward(self, batch: Tensor) -> Tensor:
-            loss = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())[1]
+            loss: Tensor | None
+            _, loss = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
             assert loss is not None
             return loss
 

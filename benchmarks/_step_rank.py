@@ -136,7 +136,7 @@ def serve_trainer(rank: Rank) -> None:
     work, case = rank.work, rank.work.case
     losses: list[torch.Tensor] = []
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             if not rank.next():
                 os._exit(0)
@@ -153,7 +153,7 @@ def serve_trainer(rank: Rank) -> None:
                 for index in range(case.micro_batch_size):
                     yield {name: rows[index] for name, rows in inputs.items()}
 
-    class Watched(Trainer):  # type: ignore[misc]
+    class Watched(Trainer):
         def training_step(self, *arguments: Any, **rest: Any) -> torch.Tensor:
             losses.append(super().training_step(*arguments, **rest).detach())
             return losses[-1]

@@ -176,12 +176,13 @@ def fsdp2_step(work: Work, device: torch.device) -> Step:
     As in torchtitan (https://github.com/pytorch/torchtitan), parameters are fp32 and computed with
     in the case's precision, and layers and the loss are compiled.
     """
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     case = work.case
     torch.set_float32_matmul_precision("high")
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        "nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
     )
     model: Any
     if case.model == "llama":

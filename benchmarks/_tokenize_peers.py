@@ -20,6 +20,7 @@ def megacore(arguments: list[str]) -> None:
     """Run the command, then print the seconds of its phases since BENCHMARK_STARTED."""
     times = {"start": float(os.environ["BENCHMARK_STARTED"])}
     from megacore import cli
+    from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
     from megacore.tokenizer import files, tokenize
 
     def clocked(
@@ -35,10 +36,11 @@ def megacore(arguments: list[str]) -> None:
 
         return call
 
-    tokenize.read_blocks = clocked(tokenize.read_blocks, "first byte", None)
-    tokenize.choose_encoder = clocked(tokenize.choose_encoder, None, "encoder")
-    tokenize.IndexedDatasetWriter._finish = clocked(  # type: ignore[method-assign]
-        tokenize.IndexedDatasetWriter._finish, "encoded", None
+    used = vars(tokenize)
+    used["read_blocks"] = clocked(used["read_blocks"], "first byte", None)
+    used["choose_encoder"] = clocked(used["choose_encoder"], None, "encoder")
+    IndexedDatasetWriter._finish = clocked(  # type: ignore[method-assign]
+        IndexedDatasetWriter._finish, "encoded", None
     )
     files._publish = clocked(files._publish, None, "published")
     leave = cli._leave

@@ -82,7 +82,8 @@ def run_by_hand(job: FinetuneJob) -> float:
     if process.returncode:
         raise SystemExit(f"the loop by hand failed:\n{process.stderr[-3000:]}")
     result = json.loads(Path(job.run_directory, _finetune_loop.RESULT).read_text(encoding="utf-8"))
-    return min(result["seconds"][1:])
+    seconds: list[float] = result["seconds"][1:]
+    return min(seconds)
 
 
 def take_turns(prepared: Prepared, root: Path, methods: list[str], rounds: int) -> dict[str, Pair]:

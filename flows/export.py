@@ -7,6 +7,7 @@ from prefect import flow
 from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
+from megacore.config.run import RunConfig
 from megacore.zeroshot.harness import check_tasks
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._stage_runner import StageRunner, run_name, sentence_state
@@ -20,7 +21,9 @@ from tasks.train import finished_training
 from tasks.zeroshot import zeroshot_summary
 
 
-def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact) -> None:
+def publication_stages(
+    pipeline: StageRunner[RunConfig], trained: Artifact, *data: Artifact
+) -> None:
     """Run the stages after a training: scores, conversion, lm-eval, publication and summary."""
     evaluation, zero_shot = score_stages(pipeline, trained, *data)
     assert evaluation is not None, "a finished training has a report"

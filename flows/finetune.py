@@ -5,9 +5,8 @@ Model and task → samples → training with Accelerate → transformers model �
 
 from typing import Any
 
-from prefect import flow
+from prefect import State, flow
 from prefect.artifacts import create_markdown_artifact
-from prefect.states import State
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig

@@ -6,6 +6,7 @@ from prefect import flow
 
 from megacore.artifact import Artifact
 from megacore.config.curate import compares_sources
+from megacore.config.run import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_stage, contamination_summary, searched
@@ -17,7 +18,7 @@ from tasks.tokenize import blend, make_tokenizer, share_cores, tokenize
 from tasks.train import planned_order
 
 
-def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
+def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, Artifact]:
     """Run the data stages in order, each source separately and several sources side by side.
 
     Returns the tokens, the tokenizer and the index maps.

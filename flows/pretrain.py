@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from prefect import flow
-from prefect.states import State
+from prefect import State, flow
 
 from flows.export import publication_stages
 from flows.prepare_data import data_stages

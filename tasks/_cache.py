@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefect import Task, get_run_logger
+from prefect import State, Task, get_run_logger
 from prefect import task as prefect_task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH
-from prefect.states import State
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace

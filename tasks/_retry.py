@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
+from prefect import State, get_run_logger
 from prefect.context import TaskRunContext
-from prefect.states import State
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME
@@ -161,7 +160,8 @@ def retry_condition(
         return False
     inputs = context.parameters
     failures = Failures.read(directory_of(inputs), str(task_run.id))
-    return 0 < failures.count <= inputs["config"].launch.retries
+    retries: int = inputs["config"].launch.retries
+    return 0 < failures.count <= retries
 
 
 def _place(iteration: int) -> str:

@@ -153,13 +153,15 @@ class RunHistory:
         """Return the tokens consumed before the end of each iteration."""
         import numpy as np
 
-        return np.interp(np.asarray(iterations, float), *self._known_tokens)
+        tokens: Floats = np.interp(np.asarray(iterations, float), *self._known_tokens)
+        return tokens
 
     def seconds_at(self, iterations: "Sequence[float] | Floats") -> "Floats":
         """Return the training time up to each iteration, without the time between attempts."""
         import numpy as np
 
-        return np.interp(np.asarray(iterations, float), *self._known_seconds)
+        seconds: Floats = np.interp(np.asarray(iterations, float), *self._known_seconds)
+        return seconds
 
     @property
     def tokens(self) -> int:

@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import yaml
-from prefect import Task, get_run_logger
+from prefect import State, Task, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogWorker
-from prefect.states import Cancelled, Failed, State
+from prefect.states import Cancelled, Failed
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table

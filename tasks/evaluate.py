@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from prefect import get_run_logger
-from prefect.states import Completed, State
+from prefect import State, get_run_logger
+from prefect.states import Completed
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_object, write_json

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
+from prefect import State, get_run_logger
 from prefect.runtime import task_run
-from prefect.states import State
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal

@@ -307,8 +307,9 @@ def _map_bytes(config: RunConfig, tokens: Artifact, planned_before: int | None) 
     train = max(train, planned_before or 0)
     if config.family != "gpt":
         return 12 * (train + valid)
-    in_epoch = max(1, tokens.counts["tokens"] // config.data.seq_length)
+    counts: dict[str, int] = tokens.counts
+    in_epoch = max(1, counts["tokens"] // config.data.seq_length)
     epochs = -(-train // in_epoch)
     # Best fit has another entry for each full piece of a document.
     sample = 16 if config.data.packing == "best_fit" else 12
-    return epochs * (4 * tokens.counts["documents"] + sample * in_epoch)
+    return epochs * (4 * counts["documents"] + sample * in_epoch)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect.states import State
+from prefect import State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_object, write_json
