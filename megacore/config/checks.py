@@ -308,24 +308,6 @@ def _check_cuda_graphs(config: "RunConfig") -> None:
             "train.cuda_graphs is true and engine is deepspeed, which waits for the GPU in every "
             "pass: set train.cuda_graphs to false, or engine to native"
         )
-    sharding = config.parallel.data_parallel_sharding
-    if config.parallel.zero_stage > 1:
-        raise ValueError(
-            f"train.cuda_graphs is true and parallel.data_parallel_sharding is {sharding}, which "
-            "communicates in every pass, but a graph holds no communication: set train.cuda_graphs "
-            "to false, or the sharding to optimizer"
-        )
-    for name in (
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "pipeline_model_parallel_size",
-    ):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            raise ValueError(
-                f"train.cuda_graphs is true and parallel.{name} is {size}, but "
-                "a graph holds no communication: set train.cuda_graphs to false, or the size to 1"
-            )
 
 
 def check_device(train: TrainConfig, device_type: str, owner: str = "this machine") -> None:

@@ -172,7 +172,8 @@ def refused(
     """Return why `layout` cannot work for the model and batch; None if it can."""
     family, model, parallel, train = config.family, config.model, config.parallel, config.train
     return (
-        _refused_sequence(config, layout)
+        _refused_graphs(config, layout)
+        or _refused_sequence(config, layout)
         or _refused_context(config, layout)
         or _refused_widths(model, layout)
         or _refused_schedule(family, parallel, layout)
@@ -199,6 +200,31 @@ def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
         f"parallel.pipeline_model_parallel_size {asked.pipeline} = {replica} ranks per replica",
         f"set launch.nproc_per_node to {max(1, ranks // replica) * replica}",
     )
+
+
+def _refused_graphs(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
+    """Check that no pass that a CUDA graph holds communicates."""
+    if not config.train.cuda_graphs:
+        return None
+    sharding = config.parallel.data_parallel_sharding
+    if config.parallel.zero_stage > 1:
+        return Refusal(
+            f"train.cuda_graphs is true and parallel.data_parallel_sharding is {sharding}, which "
+            "communicates in every pass, but a graph holds no communication",
+            "set train.cuda_graphs to false, or the sharding to optimizer",
+        )
+    for name, size in (
+        ("tensor_model_parallel_size", layout.tensor),
+        ("context_parallel_size", layout.context),
+        ("pipeline_model_parallel_size", layout.pipeline),
+    ):
+        if size > 1:
+            return Refusal(
+                f"train.cuda_graphs is true and parallel.{name} is {size}, but a graph holds no "
+                "communication",
+                "set train.cuda_graphs to false, or the size to 1",
+            )
+    return None
 
 
 def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:

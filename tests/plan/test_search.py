@@ -153,6 +153,19 @@ def test_chosen_values_give_the_same_layout_when_a_file_has_them(result_13b: Sea
     }
 
 
+def test_no_listed_layout_is_one_that_a_cuda_graph_cannot_hold() -> None:
+    graphs = TINY | {"train.cuda_graphs": True}
+    config, machine = load_config("gpt2-tiny", graphs), load_machine("h100")
+    result = search(config, VOCAB, machine, 4)
+    for each in result.evaluated:
+        assert load_config("gpt2-tiny", graphs | each.choice.values(config)).train.cuda_graphs
+    assert {each.choice.zero for each in result.evaluated} <= {0, 1}
+    reasons = "\n".join(each.reason for each in result.refused)
+    for name in ("data_parallel_sharding", "tensor_model", "pipeline_model", "context_parallel"):
+        assert f"train.cuda_graphs is true and parallel.{name}" in reasons
+    assert sum(each.candidates for each in result.refused) + len(result.evaluated) == result.total
+
+
 @pytest.mark.parametrize("cores", [0.5, 2.0])
 def test_a_run_is_among_the_layouts_of_its_own_ranks(cores: float) -> None:
     values = {"train.precision": "auto", "train.micro_batch_size": 2, "data.seq_length": 256}
