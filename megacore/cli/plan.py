@@ -36,7 +36,8 @@ def plan(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="name in conf/hardware/, or path of a YAML file; default: this machine's"
+            help="name in conf/hardware/, or path of a YAML file; default: that of the hosts of "
+            "launch.hostfile, else this machine's"
         ),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="find the fastest layouts")] = False,
@@ -153,7 +154,6 @@ def _predict_table(table: Path | None, output: Path | None) -> None:
 def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     """Print the plan of one layout with its predicted time, or draw its schedule."""
     from megacore.cli._options import check_output_file
-    from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
     from megacore.plan.machine import load_machine
     from megacore.plan.pipeline import plan_pipeline
@@ -162,10 +162,8 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     if picture is not None:
         pictures.check_drawable(picture)
         check_output_file(picture, "--draw")
-    hardware = Hardware.detect()
     machine = None if name is None else load_machine(name)
-    if machine is not None:
-        hardware = _hardware_of(machine, config)
+    hardware = _hardware_of_hosts(config) if machine is None else _hardware_of(machine, config)
     vocab_size = expected_vocab_size(config.data.tokenizer)
     planned = plan_pipeline(config, vocab_size, hardware, machine)
     if picture is not None:
@@ -181,7 +179,8 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     run, ranks = planned.time, planned.layout.world_size
     precision = hardware.resolve_precision(config.train.precision)
     _print(
-        f"predicted time of an iteration on {ranks} x {run.hardware} in {precision}: "
+        f"predicted time of an iteration on {ranks} x {run.hardware}"
+        f"{'' if hardware.host is None else f' of {hardware.owner}'} in {precision}: "
         f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
         f"validations {run.days:.3g} days"
     )
@@ -195,8 +194,10 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     if not hardware.gpus:
         _print(
             f"memory is that of CPU ranks in {precision}"
-            f"{': this machine has no GPU' if name is None else ''}"
+            f"{f': {hardware.owner} has no GPU' if name is None else ''}"
         )
+    if name is None and config.launch.has_scheduler:
+        _print(_unseen(config.launch.kind))
 
 
 def _time_table(prediction: "Prediction") -> "Table":
@@ -216,6 +217,27 @@ def _time_table(prediction: "Prediction") -> "Table":
     return table
 
 
+def _hardware_of_hosts(config: "RunConfig") -> "Hardware":
+    """Return the hardware by which a start of the run is judged, too.
+
+    Raises HostsSilentError if no host of the hostfile answers.
+    """
+    from megacore.cluster.hosts.hardware import hardware_of
+    from megacore.errors import HostsSilentError
+
+    try:
+        return hardware_of(config.launch)
+    except HostsSilentError as error:
+        raise HostsSilentError(f"{error}, or name their hardware with --hardware") from error
+
+
+def _unseen(scheduler: str) -> str:
+    return (
+        f"the hosts of {scheduler} are not known before a job starts: time and memory are those of "
+        "this machine's devices; name the hosts' with --hardware"
+    )
+
+
 def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
     """Return hardware for the ranks of one replica on a machine other than this one."""
     from megacore.hardware import Gpu, Hardware
@@ -233,15 +255,18 @@ def _searched(
     conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, *, top: int, front: bool
 ) -> tuple["RunConfig", "SearchResult"]:
     """Return the configuration and the result of its search."""
-    from megacore.hardware import Hardware
     from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.search import search
     from megacore.plan.vocabulary import expected_vocab_size
 
     config = _searchable(conf, overrides)
     if name is None:
-        detected = Hardware.detect()
-        machine = machine_of(detected, detected.resolve_precision(config.train.precision))
+        hardware = _hardware_of_hosts(config)
+        machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
+        if hardware.host is not None:
+            _print(f"the devices are those of {hardware.owner} of {config.launch.hostfile}")
+        elif config.launch.has_scheduler:
+            _print(_unseen(config.launch.kind))
     else:
         machine = load_machine(name)
     vocab_size = expected_vocab_size(config.data.tokenizer)

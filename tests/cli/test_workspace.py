@@ -14,8 +14,11 @@ from typer.testing import CliRunner
 
 from megacore.artifact import lock
 from megacore.cli import app, main
+from megacore.cluster.hosts import hardware as hosts_hardware
+from megacore.cluster.hosts.ssh import HostResult
 from megacore.config import load_config
-from megacore.errors import ConfigError, FileAccessError, WorkspaceError
+from megacore.errors import ConfigError, FileAccessError, HostsSilentError, WorkspaceError
+from megacore.hardware import Gpu, Hardware
 from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
 
 
@@ -120,6 +123,47 @@ def test_plan_shows_the_predicted_time_on_other_hardware() -> None:
     parts = ("compute", "tensor", "bubble", "messages", "data", "optimizer", "other")
     assert all(part in result.output for part in parts)
     assert "this machine has no GPU" not in result.output
+
+
+def test_plan_is_of_the_hosts_of_the_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Hardware(96, 2**40, (Gpu("NVIDIA H100", 80 * 2**30, 132),) * 2, native_bf16=True)
+    answer = json.dumps(gpus.to_json()).encode()
+    silent = False
+
+    def run(ssh: object, hosts: list[str], words: object, *, timeout: float) -> list[HostResult]:
+        problem = "No route to host" if silent else ""
+        return [HostResult(host, 255 if silent else 0, answer, problem) for host in hosts]
+
+    monkeypatch.setattr(hosts_hardware, "run_on_hosts", run)
+    hosts_hardware._first_answer.cache_clear()
+    hosts = tmp_path / "hosts"
+    hosts.write_text("worker-1 slots=2\nworker-2 slots=2\n", encoding="utf-8")
+    options = ["gpt2-tiny", "-o", f"launch.hostfile={hosts}", "-o", "train.micro_batch_size=4"]
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert "on 4 x NVIDIA H100 SXM5 80GB of host worker-1 in bf16: " in result.output
+    assert "this machine" not in result.output
+    result = CliRunner().invoke(app, ["plan", *options, "--search", "--gpus", "4"])
+    assert result.output.startswith(f"the devices are those of host worker-1 of {hosts}\n")
+    assert "4 devices" in result.output
+    silent = True
+    hosts_hardware._first_answer.cache_clear()
+    refused = CliRunner().invoke(app, ["plan", *options])
+    hosts_hardware._first_answer.cache_clear()
+    assert isinstance(refused.exception, HostsSilentError)
+    assert str(refused.exception).endswith("ssh, or name their hardware with --hardware")
+    assert CliRunner().invoke(app, ["plan", *options, "--hardware", "h100"]).exit_code == 0
+
+
+def test_plan_says_that_the_hosts_of_a_scheduler_are_not_known() -> None:
+    options = ["gpt2-tiny", "-o", "launch.kind=slurm"]
+    sentence = "the hosts of slurm are not known before a job starts: time and memory are those of"
+    for search in ([], ["--search", "--gpus", "2"]):
+        assert sentence in CliRunner().invoke(app, ["plan", *options, *search]).output
+        named = CliRunner().invoke(app, ["plan", *options, *search, "--hardware", "h100"])
+        assert named.exit_code == 0
+        assert "not known" not in named.output
 
 
 def test_plan_finds_a_layout_and_writes_it(tmp_path: Path) -> None:
