@@ -113,9 +113,11 @@ class _Merged(NamedTuple):
 
     values: dict[str, Any]
     files: tuple[_File, ...]
-    """Files in the order in which they were merged: the named file is the last one."""
+    """Files in the order in which they were last merged: the named file is the last one."""
     overrides: tuple[str, ...] = ()
     """Dotted keys that were overridden."""
+    levels: int = 1
+    """Number of files in the longest chain from the named file to one that extends none."""
 
     @property
     def path(self) -> Path:
@@ -268,7 +270,7 @@ def _read_values(
             f"override {shortened(deep or str(overrides))!r} nests more than {MAX_DEPTH} levels "
             "deep: give a key of docs/reference.md"
         )
-    merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
+    merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind, {})
     if isinstance(launch := merged.values.get("launch"), dict):
         _drop_inherited_ranks(launch, {"hostfile": overrides.get("launch.hostfile")})
     for key, value in overrides.items():
@@ -287,21 +289,35 @@ def _with_workspace(value: Any) -> Any:
     return value.replace(WORKSPACE, str(workspace_root())) if isinstance(value, str) else value
 
 
-def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _Kind) -> _Merged:
+def _read_extended(
+    path: Path,
+    above: tuple[Path, ...],
+    conf_dir: Path,
+    kind: _Kind,
+    known: dict[Path, _Merged],
+) -> _Merged:
     """Read a file and the files that it extends, and merge its values over theirs.
 
-    `above` is the chain of extending files. If it is not empty, this file's `name` is ignored.
+    Args:
+        path: path of the file.
+        above: chain of extending files. If it is not empty, this file's `name` is ignored.
+        conf_dir: directory of named configurations.
+        kind: kind of configuration.
+        known: files that were read, to which this one is added: each is read once.
     """
     chain = (*above, path)
     if path.resolve() in (other.resolve() for other in above):
         raise ConfigError(
             f"{chain[0]} extends itself: {' extends '.join(map(str, chain))}: remove one `extends`"
         )
-    if len(chain) > _LONGEST_CHAIN:
+    again = known.get(path)
+    if len(above) + (1 if again is None else again.levels) > _LONGEST_CHAIN:
         raise ConfigError(
             f"{chain[0]} extends {chain[1]}, and so on through more than {_LONGEST_CHAIN} files: "
             "extend fewer"
         )
+    if again is not None:
+        return again
     values = _read_file(path, kind)
     if above:
         values.pop("name", None)
@@ -316,12 +332,22 @@ def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _K
     if twice is not None:
         raise ConfigError(f"{path}: extends names {twice!r} more than once: name it once")
     merged: dict[str, Any] = {}
-    files: tuple[_File, ...] = ()
+    files: dict[Path, _File] = {}
+    levels = 1
     for name in names:
-        base = _read_extended(_base_path(name, path, conf_dir, kind), chain, conf_dir, kind)
+        base_path = _base_path(name, path, conf_dir, kind)
+        base = _read_extended(base_path, chain, conf_dir, kind, known)
         merged = _merge(merged, base.values, kind.schema)
-        files += base.files
-    return _Merged(_merge(merged, values, kind.schema), (*files, _File(path, values)))
+        for file in base.files:  # a file that several bases extend has the place of the last one
+            files.pop(file.path, None)
+            files[file.path] = file
+        levels = max(levels, 1 + base.levels)
+    known[path] = _Merged(
+        _merge(merged, values, kind.schema),
+        (*files.values(), _File(path, values)),
+        levels=levels,
+    )
+    return known[path]
 
 
 def _read_file(path: Path, kind: _Kind) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import yaml
 from megacore.config import RunConfig, load_config, load_finetune_config
 from megacore.config.hostfile import hosts_of
 from megacore.errors import ConfigError
+from megacore.foreign.files import read_yaml
 from tests.config._finetune import minimal as finetuning
 from tests.config.test_load import minimal
 
@@ -106,6 +107,43 @@ def test_the_last_of_several_bases_wins_and_names_are_not_inherited(write: Write
     # what `two` extends is part of it
     assert (config.optim.lr, config.optim.weight_decay) == (minimal()["optim"]["lr"], 0.3)
     assert load_config(write("three", {"extends": "one", "name": "mine"})).name == "mine"
+
+
+def test_a_file_that_several_bases_extend_is_read_once(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 15 levels with two files each, which both extend the two of the level below."""
+    write("a0", minimal(), optim={"lr": 0.5, "weight_decay": 0.0})
+    write("b0", minimal(), optim={"lr": 0.25, "weight_decay": 0.0})
+    for level in range(1, 15):
+        bases = {"extends": [f"a{level - 1}", f"b{level - 1}"]}
+        write(f"a{level}", bases, optim={"weight_decay": level / 100})
+        write(f"b{level}", bases, seed=level)
+    path = write("top", {"extends": ["b14", "a14"]})
+    read: list[Path] = []
+
+    def counted(file: Path) -> Any:
+        read.append(file)
+        return read_yaml(file)
+
+    monkeypatch.setattr("megacore.config.load.read_yaml", counted)
+    config = load_config(path)
+    assert (config.seed, config.optim.lr, config.optim.weight_decay) == (13, 0.25, 0.14)
+    assert len(read) == len(set(read)) == 31
+    write("b0", minimal(), optim={"lr": "fast"})
+    assert refusal(path).count("conf/b0.yaml") == 2  # in the list of files, and as the value's
+
+
+def test_a_base_that_was_read_counts_in_a_longer_chain(write: Write) -> None:
+    write("f0", minimal())
+    for number in range(1, 40):
+        write(f"f{number}", {"extends": f"f{number - 1}"})
+    assert load_config("conf/f31.yaml").name == "f31"
+    write("g0", {"extends": "f30"})
+    path = write("wide", {"extends": ["f30", "g0"]})
+    assert "conf/wide.yaml extends conf/g0.yaml, and so on through more than 32 files" in refusal(
+        path
+    )
 
 
 def test_a_hostfile_replaces_an_inherited_number_of_ranks(write: Write) -> None:
