@@ -16,10 +16,11 @@ from megacore.adopt import megatron, nanotron, neox
 from megacore.adopt.check import Comparison, ForeignModel, compare, megatron_model
 from megacore.adopt.data import UNNAMED
 from megacore.adopt.read import Source, read_source
-from megacore.adopt.rules import Draft, Entry, Place, Refused, Settings
+from megacore.adopt.rules import Draft, Entry, Place, Refused, Setting, Settings, names
 from megacore.adopt.zero import put_scale, put_stage, read_json
-from megacore.config.load import name_of, parse_config
+from megacore.config.load import key_of, name_of, parse_config
 from megacore.errors import ConfigError
+from megacore.foreign.files import leaves
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -73,16 +74,20 @@ def adopt(
     if source.settings is None:
         return Adoption("other", name, other=source.other)
     settings = source.settings
-    files = ", ".join(path.name for path in paths)
+    files, draft = ", ".join(path.name for path in paths), Draft()
+    failure: Exception | None = None
+    batch = 0
     try:
-        draft, batch = _translate(source)
-    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        batch = _translate(source, draft)
+    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
+        failure = error  # of a wrong value that the draft names, else of one that nothing checks
+    if draft.wrong:
+        raise ConfigError(f"{files}: {'; '.join(dict.fromkeys(draft.wrong))}") from failure
+    if failure is not None:
         raise ConfigError(
             f"{files}: a value of the model, the batch or the schedule is of the wrong kind "
-            f"({error}): correct it"
-        ) from error
-    if draft.wrong:
-        raise ConfigError(f"{files}: {'; '.join(dict.fromkeys(draft.wrong))}")
+            f"({failure}): correct it"
+        ) from failure
     title = f"Adopted from {files} ({settings.entry}) by megacore adopt."
     if draft.missing:
         unfinished: Outcome = "refused" if draft.refused else "incomplete"
@@ -113,33 +118,35 @@ def _wrong_values(draft: Draft, error: ConfigError) -> list[str]:
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return []
+    from megacore.config.run import RunConfig
+
     clauses = []
     for item in cause.errors():
-        entry = draft.values.get(".".join(map(str, item["loc"])))
+        entry = draft.values.get(key_of(item, RunConfig))
         if entry is not None and item["type"] != "value_error" and _PLACE.search(entry.origin):
             clauses.append(f"{entry.origin}: {item['msg'][:1].lower()}{item['msg'][1:]}")
     return clauses
 
 
-def _translate(source: Source) -> tuple[Draft, int]:
-    """Return the draft of a run, and the samples of its first step."""
+def _translate(source: Source, draft: Draft) -> int:
+    """Fill the draft of a run, and return the samples of its first step."""
     settings = source.settings
     assert settings is not None
     if settings.program in ("megatron", "megatron-deepspeed"):
-        draft = megatron.translate(settings, source.json)
+        megatron.translate(settings, draft, source.json)
         if settings.entry in ("pretrain_hybrid", "pretrain_mamba"):
             draft.refuse(f"{settings.entry}.py", "state-space layers (Mamba)", "pretrain_gpt.py")
         if settings.entry == "pretrain_t5":
             draft.refuse("pretrain_t5.py", "a bias of T5's output layer", "conf/t5-220m.yaml")
     elif settings.program == "neox":
-        draft = neox.translate(settings)
+        neox.translate(settings, draft)
     elif settings.program == "nanotron":
-        draft = nanotron.translate(settings)
+        nanotron.translate(settings, draft)
     else:
-        draft = _settings_only(source)
+        _settings_only(source, draft)
     start = draft.get("train.rampup_batch_size.start")
     batch = start or draft.get("train.global_batch_size", 0)
-    return draft, batch if isinstance(batch, int) else 0
+    return batch if isinstance(batch, int) else 0
 
 
 def _compared(
@@ -161,9 +168,9 @@ def _compared(
     return None if foreign is None else compare(foreign, config)
 
 
-def _settings_only(source: Source) -> Draft:
-    """Return the draft of DeepSpeed's JSON or Accelerate's YAML, which have no model."""
-    draft, settings = Draft(), source.settings
+def _settings_only(source: Source, draft: Draft) -> None:
+    """Fill the draft of DeepSpeed's JSON or Accelerate's YAML, which have no model."""
+    settings = source.settings
     assert settings is not None
     place = Place(settings.entry, 1)
     if settings.program == "deepspeed":
@@ -176,53 +183,70 @@ def _settings_only(source: Source) -> Draft:
         )
     else:
         _accelerate(draft, source.content, settings.entry)
-    total, ranks = draft.get("train.global_batch_size"), draft.get("launch.nproc_per_node", 1)
+    total = draft.get("train.global_batch_size")
+    ranks = draft.get("launch.nproc_per_node", 1) * draft.get("launch.nnodes", 1)
     if total is None:
         micro = draft.get("train.micro_batch_size", 1)
-        draft.put("train.micro_batch_size", micro, "the file, or 1")
+        if "train.micro_batch_size" not in draft.values:
+            draft.put("train.micro_batch_size", micro, "not written")
         draft.put("train.global_batch_size", micro * ranks, "one micro batch for each rank")
         draft.ask("train.global_batch_size", "how many samples has a step of all replicas?")
     draft.put("data.source.kind", "prefix", "the file has no data")
     draft.put("data.source.prefix", UNNAMED, "the file has no data")
     draft.ask("data.source.prefix", "which token files? see megacore tokenize")
     draft.ask("model", "the file has no model: the sizes are those of megacore's defaults")
-    return draft
 
 
 def _accelerate(draft: Draft, content: Mapping[str, Any], name: str) -> None:
     """Set the values of Accelerate's YAML, which megacore.foreign reads."""
-    from megacore.adopt.rules import Setting
     from megacore.foreign.accelerate import WITHOUT_EFFECT, named_json, read_accelerate
 
-    place = Place(name, 1)
+    place, path = Place(name, 1), named_json(content)
+    launch: dict[str, Any] = (
+        {} if path is None else {"deepspeed_config": {}}
+    )  # the JSON is another file
     try:
-        claims = list(read_accelerate(content, {}, name))
+        claims = list(read_accelerate(content, launch, name))
     except ValueError as error:
         draft.refuse(name, str(error), "the sections parallel and launch")
         return
-    divided = {"ddp": None, "zero2": 2, "zero3": 3, "zero3-offload": 3}
+    zero = {claim.field: claim for claim in claims if not claim.ours}
     for claim in claims:
+        if not claim.ours:
+            continue
         if claim.field == "launch.distributed":
-            if claim.value not in divided:
+            if claim.value == "fsdp":
                 draft.refuse(
                     claim.clause,
                     "FSDP of Accelerate",
                     "parallel.data_parallel_sharding: parameters",
                 )
-            elif divided[claim.value] is not None:
-                offload = "cpu" if claim.value.endswith("offload") else None
-                put_stage(draft, divided[claim.value] or 0, [claim.clause], offload)
-        elif claim.field == "train.gradient_accumulation":
+        elif claim.field == "train.gradient_accumulation_steps":
             draft.remarks.append(f"{claim.clause}: it follows from the batch sizes")
         elif claim.field in _SHARED:
             draft.put(_SHARED[claim.field], claim.value, claim.clause)
         else:
             draft.refuse(claim.clause, f"{claim.field} of a fine-tuning", "the flow finetune")
-    path = named_json(content)
     if path is not None:
-        draft.remarks.append(f"deepspeed_config_file is {path}: give that file to megacore adopt")
+        draft.refuse(
+            f"deepspeed_config_file {path}", "settings in another file", f"megacore adopt {path}"
+        )
+    if draft.get("launch.nnodes", 1) > 1 and "launch.hostfile" not in draft.values:
+        draft.put("launch.hostfile", "hostfile", "several hosts")
+        draft.ask("launch.hostfile", "name a file with the hosts, or use launch.kind slurm")
+    if (stage := zero.get("zero_optimization.stage")) is not None:
+        for claim in zero.values():
+            if claim is not stage and claim.value != "none":
+                part = claim.field.split(".")[1]
+                draft.put(f"deepspeed.{part}", claim.value, claim.clause)
+        put_stage(draft, stage.value, [stage.clause])
     for key in WITHOUT_EFFECT & content.keys():
         draft.ignore(Setting(key, content[key], place), "hosts are reached through ssh")
+    named = "\n".join([entry.origin for entry in draft.values.values()] + draft.remarks)
+    named += "\n".join(refused.setting for refused in draft.refused)
+    for key, value in leaves(content):
+        if key not in draft.done and not names(named, key):
+            draft.ignore(Setting(key, value, place), "no value of the configuration depends on it")
 
 
 _SHARED = {

@@ -8,6 +8,7 @@ from megacore.adopt.rules import (
     Setting,
     Settings,
     first,
+    integer_of,
     number,
     number_of,
     word,
@@ -26,6 +27,8 @@ _TOKENIZERS = {
     "t5": "BertWordPieceLowerCase",
 }
 """Tokenizer of each training program of Megatron-LM without --tokenizer-type."""
+MOST_ENTRIES = 2**30
+"""Most entries of a vocabulary, as of `data.tokenizer.vocab_size`."""
 UNNAMED = "<path and prefix of the token files>"
 
 
@@ -84,12 +87,8 @@ def put_data(settings: Settings, draft: Draft, family: str, default: str) -> Non
     if fim is not None:
         for setting, key in ((rate, "rate"), (spm, "spm_rate")):
             value = number_of(setting, draft, f"data.fim.{key}")
-            draft.put(
-                f"data.fim.{key}",
-                0.5 if value is None else value,
-                setting or fim,
-                *([fim] if setting else []),
-            )
+            origins = [] if setting is None or setting.unknown else [setting]
+            draft.put(f"data.fim.{key}", 0.5 if value is None else value, *origins, fim)
     for setting in (rate, spm):
         if setting is not None and setting.name not in draft.done:
             draft.ignore(setting, "Megatron reads it with --fim-data only")
@@ -166,17 +165,15 @@ def put_tokenizer(settings: Settings, draft: Draft, family: str) -> None:
     model = settings.get("--tokenizer-model") or settings.get("--tokenizer-name-or-path")
     choose_tokenizer(draft, name, kind, vocab=vocab, merges=merges, model=model)
     extra = settings.get("--vocab-extra-ids")
-    count = number_of(extra, draft, "data.tokenizer.vocab_extra_ids")
+    count = integer_of(extra, draft, "data.tokenizer.vocab_extra_ids")
     if extra is not None and count is not None:
         if "data.tokenizer.kind" in draft.values:
-            draft.put("data.tokenizer.vocab_extra_ids", int(count), extra)
+            draft.put("data.tokenizer.vocab_extra_ids", count, extra)
         else:
             draft.ignore(extra, "its tokenizer is refused")
     size = settings.get("--vocab-size")
     if size is not None and not size.unknown:  # the formulas are compared with this vocabulary
-        entries = number_of(size, draft, "data.tokenizer.vocab_size")
-        if entries is not None and entries < 1:
-            draft.reject(size, "give at least 1")
+        integer_of(size, draft, "data.tokenizer.vocab_size", least=1, most=MOST_ENTRIES)
     for flag in ("--vocab-size", "--tiktoken-pattern"):
         setting = settings.get(flag)
         if setting is not None and flag not in draft.done:

@@ -9,13 +9,16 @@ from megacore.adopt.data import put_data, put_tokenizer
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.megatron_model import ignore_rotary, put_model
 from megacore.adopt.rules import (
+    BadValueError,
     Draft,
-    Place,
     Setting,
     Settings,
     first,
-    integer,
+    integer_of,
+    number,
     number_of,
+    positive,
+    require,
     sources,
     word,
 )
@@ -25,6 +28,13 @@ from megacore.foreign.files import read_number
 NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 """Family of the model of each training program."""
+_SIZES = {
+    "model.num_layers": "--num-layers",
+    "model.hidden_size": "--hidden-size",
+    "model.num_attention_heads": "--num-attention-heads",
+    "data.seq_length": "--seq-length",
+}
+"""Flags without which a run has no model."""
 _ITERATIONS = 1000
 """Length of a run that no flag gives."""
 _CONSTANT_WINDOW = 10**9
@@ -54,20 +64,23 @@ MUON = {
 """Options of Megatron-LM's Muon that are constants of `megacore.optim.muon`."""
 
 
-def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
-    """Return the draft for the flags of a training program.
+def translate(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -> None:
+    """Fill the draft for the flags of a training program.
 
     Args:
         settings: flags, with the program in `entry`.
+        draft: draft to fill.
         json: DeepSpeed's JSON of the run; None if there is none.
     """
-    draft = Draft()
     family = FAMILIES.get(settings.entry, "gpt")
     draft.put("family", family, f"{settings.entry}.py")
     for setting in settings:
-        MEGATRON.apply(setting, draft)
+        if setting.name.startswith("-"):
+            MEGATRON.apply(setting, draft)
+        else:
+            draft.refuse(setting, "a word that belongs to no flag", "leave it out")
     default = f"{NAMES[settings.program]}'s default"
-    _require(settings, draft)
+    require(settings, draft, _SIZES)
     put_model(settings, draft, family, default)
     _layout(settings, draft)
     put_zero(settings, draft, json)
@@ -85,7 +98,6 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     put_tokenizer(settings, draft, family)
     ignore_rotary(settings, draft)
     MEGATRON.finish(list(settings), draft)
-    return draft
 
 
 def _layout(settings: Settings, draft: Draft) -> None:
@@ -104,9 +116,9 @@ def _layout(settings: Settings, draft: Draft) -> None:
     elif sequence is not None:
         draft.ignore(sequence, "Megatron turns it off for one tensor-parallel rank")
     divisible = settings.get("--make-vocab-size-divisible-by")
-    multiple = number_of(divisible, draft, "model.make_vocab_size_divisible_by")
+    multiple = integer_of(divisible, draft, "model.make_vocab_size_divisible_by", least=1)
     if divisible is None or multiple is not None:
-        base = 128 if multiple is None else int(multiple)
+        base = 128 if multiple is None else multiple
         origin = divisible or "Megatron-LM's default 128"
         if divisible is not None or tensor > 1:
             by = f"x {tensor} tensor-parallel ranks, as Megatron pads"
@@ -114,9 +126,9 @@ def _layout(settings: Settings, draft: Draft) -> None:
             draft.put("model.make_vocab_size_divisible_by", base * tensor, *origins)
     layers, virtual = draft.get("model.num_layers"), 1
     per_chunk = settings.get("--num-layers-per-virtual-pipeline-stage")
-    count = number_of(per_chunk, draft, "parallel.virtual_pipeline_model_parallel_size")
-    if per_chunk is not None and count and layers is not None:
-        virtual = max(1, int(layers // pipeline // count))
+    count = integer_of(per_chunk, draft, "parallel.virtual_pipeline_model_parallel_size", least=1)
+    if per_chunk is not None and count is not None and layers is not None:
+        virtual = max(1, layers // pipeline // count)
         draft.put("parallel.virtual_pipeline_model_parallel_size", virtual, per_chunk)
     virtual = draft.get("parallel.virtual_pipeline_model_parallel_size", virtual)
     ends = [settings.get(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last")]
@@ -128,12 +140,12 @@ def _layout(settings: Settings, draft: Draft) -> None:
 
 def _uneven(draft: Draft, ends: list[Setting | None], layers: int, pipeline: int) -> None:
     """Set the layers of each stage from those of the first and the last."""
-    counts = [number_of(end, draft, "parallel.pipeline_partition") for end in ends]
-    fixed = [int(count) for count in counts if count is not None]
+    counts = [integer_of(end, draft, "parallel.pipeline_partition", least=1) for end in ends]
+    fixed = [count for count in counts if count is not None]
     inner = pipeline - len(fixed)
     each = (layers - sum(fixed)) // max(1, inner)
-    first_one = [int(counts[0])] if counts[0] is not None else []
-    last_one = [int(counts[1])] if counts[1] is not None else []
+    first_one = [counts[0]] if counts[0] is not None else []
+    last_one = [counts[1]] if counts[1] is not None else []
     draft.put(
         "parallel.pipeline_partition",
         [*first_one, *[each] * inner, *last_one],
@@ -180,15 +192,15 @@ def data_parallel_size(settings: Settings, draft: Draft) -> int | None:
 
 def _batches(settings: Settings, draft: Draft) -> None:
     micro, total = settings.get("--micro-batch-size"), settings.get("--global-batch-size")
-    size = number_of(micro, draft, "train.micro_batch_size")
+    size = integer_of(micro, draft, "train.micro_batch_size", least=1)
     if micro is not None and size is not None:
-        draft.put("train.micro_batch_size", int(size), micro)
-    batch = number_of(total, draft, "train.global_batch_size")
+        draft.put("train.micro_batch_size", size, micro)
+    batch = integer_of(total, draft, "train.global_batch_size", least=1)
     replicas = data_parallel_size(settings, draft)
     if total is not None and batch is not None:
-        draft.put("train.global_batch_size", int(batch), total)
+        draft.put("train.global_batch_size", batch, total)
     elif total is None and micro is not None and size is not None and replicas is not None:
-        draft.put("train.global_batch_size", int(size) * replicas, micro, f"x {replicas} replicas")
+        draft.put("train.global_batch_size", size * replicas, micro, f"x {replicas} replicas")
     _growth(settings, draft)
     batch = draft.get("train.global_batch_size")
     if batch is None:
@@ -205,10 +217,10 @@ def _batches(settings: Settings, draft: Draft) -> None:
         draft.ask("train.train_iters", "how many iterations? no flag says it")
     for flag, is_tokens in units:
         setting = settings.get(flag)
-        value = number_of(setting, draft, "train.train_iters")
+        value = integer_of(setting, draft, "train.train_iters")
         if setting is None or value is None:
             continue
-        iterations = int(value)
+        iterations = value
         if is_tokens is not None:
             iterations = iterations_of(draft, value, tokens=is_tokens, up=is_tokens)
         lengths.append((iterations, setting))
@@ -237,21 +249,6 @@ def _compare_batches(settings: Settings, draft: Draft, json: Mapping[str, Any]) 
         if value is not None and expected is not None and value != expected:
             setting = Setting(key, json[key], path.place)
             draft.refuse(setting, f"it contradicts {origin}", "the same batch in both")
-
-
-def _require(settings: Settings, draft: Draft) -> None:
-    """Note the sizes of the model that no flag says."""
-    sizes = {
-        "model.num_layers": "--num-layers",
-        "model.hidden_size": "--hidden-size",
-        "model.num_attention_heads": "--num-attention-heads",
-        "data.seq_length": "--seq-length",
-    }
-    asked = {name for _, name in draft.missing}
-    for name, flag in sizes.items():
-        if name not in draft.values and name not in asked:
-            unwritten = Setting(flag, ["(not written)"], Place(settings.entry, 0))
-            draft.missing.append((unwritten, name))
 
 
 def iterations_of(draft: Draft, amount: float, *, tokens: bool, up: bool = False) -> int:
@@ -284,14 +281,19 @@ def _growth(settings: Settings, draft: Draft) -> None:
         elif len(rampup.words) != 3:
             draft.refuse(rampup, "three numbers are needed", "START INCREMENT SAMPLES")
         else:
-            for key, text in zip(("start", "increment", "samples"), rampup.words, strict=True):
-                draft.put(f"{name}.{key}", integer(text), rampup)
+            try:
+                numbers = [positive(text) for text in rampup.words]
+            except BadValueError:
+                draft.reject(rampup, "give three integers above 0: START INCREMENT SAMPLES")
+                return
+            for key, value in zip(("start", "increment", "samples"), numbers, strict=True):
+                draft.put(f"{name}.{key}", value, rampup)
     if steps is None:
         return
     pairs = [pair.partition(":")[::2] for pair in " ".join(steps.words).strip("\"'").split()]
     try:
         at = [_amount(tokens) for tokens, _ in pairs]
-        sizes = [int(size) for _, size in pairs]
+        sizes = [positive(size) for _, size in pairs]
     except ValueError:
         draft.refuse(steps, "this notation", "train.rampup_batch_size")
         return
@@ -311,9 +313,9 @@ def _growth(settings: Settings, draft: Draft) -> None:
 
 
 def _amount(text: str) -> float:
-    """Return a number of tokens such as 2.4B. Raises ValueError."""
+    """Return a number of tokens such as 2.4B. Raises BadValueError."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    return float(text[:-1] if scale != 1.0 else text) * scale
+    return number(text[:-1] if scale != 1.0 else text) * scale
 
 
 def _schedule(settings: Settings, draft: Draft, default: str) -> None:
@@ -330,15 +332,15 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
     for part, name in (("decay", "optim.lr_decay_iters"), ("warmup", "optim.lr_warmup_iters")):
         for unit in ("iters", "samples", "tokens"):
             setting = settings.get(f"--lr-{part}-{unit}")
-            value = number_of(setting, draft, name)
+            value = integer_of(setting, draft, name)
             if setting is None or value is None:
                 continue
             if part == "warmup" and (fraction is not None or value == 0):
                 draft.ignore(setting, "it requests no warm-up of its own")
             elif part == "warmup" and unit == "samples":
-                draft.put("optim.lr_warmup_samples", int(value), setting)
+                draft.put("optim.lr_warmup_samples", value, setting)
             elif unit == "iters":
-                draft.put(name, int(value), setting)
+                draft.put(name, value, setting)
             else:
                 iterations = iterations_of(draft, value, tokens=unit == "tokens")
                 draft.put(name, max(1, iterations), setting)
@@ -346,7 +348,7 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
     if fraction is not None and share is not None:
         draft.put("optim.lr_warmup_fraction", share, fraction)
     setting = settings.get("--lr-wsd-decay-samples")
-    value = number_of(setting, draft, "optim.lr_wsd_decay_iters")
+    value = integer_of(setting, draft, "optim.lr_wsd_decay_iters")
     if setting is not None and value is not None:
         draft.put("optim.lr_wsd_decay_iters", iterations_of(draft, value, tokens=False), setting)
     if "train.rampup_batch_size.start" in draft.values and "--train-iters" not in settings:
@@ -434,7 +436,7 @@ def _precision(settings: Settings, draft: Draft, default: str) -> None:
     chosen = [each for each in map(settings.get, ("--bf16", "--fp16")) if each is not None]
     if "train.precision" not in draft.values:
         kind = chosen[0].name[2:] if chosen else "fp32"
-        draft.put("train.precision", kind, *sources(*chosen, default=default))
+        draft.put("train.precision", kind, *sources(*chosen[:1], default=default))
     for each in chosen:
         if each.name[2:] == draft.get("train.precision"):
             entry = draft.values["train.precision"]
@@ -481,9 +483,9 @@ def _recompute(settings: Settings, draft: Draft) -> None:
         return
     if sources:
         draft.put("train.recompute", kind, *sources)
-    count = number_of(layers, draft, "train.recompute_num_layers")
+    count = integer_of(layers, draft, "train.recompute_num_layers")
     if method is not None and word(first(method)) == "block" and layers is not None and count:
-        draft.put("train.recompute_num_layers", int(count), layers, method)
+        draft.put("train.recompute_num_layers", count, layers, method)
     modules = settings.get("--recompute-modules")
     if modules is not None:
         if set(modules.words) <= {"core_attn"} or kind != "selective":
@@ -512,11 +514,11 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
         note = f"{default}: none before the end" if never else default
         draft.put("train.eval_interval", iterations if never else 1000, note)
     rounds = settings.get("--eval-iters")
-    count = number_of(rounds, draft, "train.eval_iters")
+    count = integer_of(rounds, draft, "train.eval_iters")
     if rounds is None:
         draft.put("train.eval_iters", 100, default)
     elif count is not None and count > 0:
-        draft.put("train.eval_iters", int(count), rounds)
+        draft.put("train.eval_iters", count, rounds)
     elif count == 0 and iterations is not None:
         draft.put("train.eval_iters", 1, rounds)
         draft.put("train.eval_interval", iterations, rounds)
@@ -525,22 +527,24 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
         if often is not None:
             draft.ignore(often, "there is one validation, at the end")
     save = settings.get("--save-interval") or settings.get("--persistent-save-interval")
-    interval = number_of(save, draft, "checkpoint.save_interval")
-    if save is not None and interval is not None:
-        draft.put("checkpoint.save_interval", max(1, int(interval)), save)
+    interval = integer_of(save, draft, "checkpoint.save_interval")
+    if save is not None and interval:
+        draft.put("checkpoint.save_interval", interval, save)
         if "checkpoint.keep_every" not in draft.values:
-            draft.put("checkpoint.keep_every", max(1, int(interval)), "Megatron keeps all of them")
-    elif save is None and iterations is not None:
-        draft.put("checkpoint.save_interval", iterations, f"{default}: at the end only")
+            draft.put("checkpoint.keep_every", interval, "Megatron keeps all of them")
+    elif iterations is not None and (save is None or interval == 0):
+        draft.put("checkpoint.save_interval", iterations, f"{save or default}: at the end only")
+        if save is not None:
+            draft.done.add(save.name)
     profile = [
         settings.get(flag) for flag in ("--profile", "--profile-step-start", "--profile-step-end")
     ]
     if profile[0] is not None:
-        begin = number_of(profile[1], draft, "train.profile.from")
-        end = number_of(profile[2], draft, "train.profile.to")
-        origins = [each for each in profile if each is not None]
-        draft.put("train.profile.from", int(10 if begin is None else begin) + 1, *origins)
-        draft.put("train.profile.to", int(12 if end is None else end), *origins)
+        begin = integer_of(profile[1], draft, "train.profile.from")
+        end = integer_of(profile[2], draft, "train.profile.to")
+        origins = [each for each in profile if each is not None and not each.unknown]
+        draft.put("train.profile.from", (10 if begin is None else begin) + 1, *origins)
+        draft.put("train.profile.to", 12 if end is None else end, *origins)
     for setting in profile[1:]:
         if setting is not None and setting.name not in draft.done:
             draft.ignore(setting, "Megatron reads it with --profile only")
@@ -572,12 +576,13 @@ def _start(settings: Settings, draft: Draft) -> None:
     partial = restart + ([] if without is None else [without])
     if load is not None and (save is None or load.words != save.words):
         if without is not None and not restart:
+            partial = []
             draft.refuse(
                 without,
                 f"it continues the iterations of {load} without the optimizer's state",
                 "--finetune, which starts from the weights",
             )
-        name = "train.pretrained_checkpoint" if partial else "resume.checkpoint"
+        name = "train.pretrained_checkpoint" if restart or without else "resume.checkpoint"
         draft.put(name, " ".join(load.words), load, *partial)
         draft.ask(name, f"import {load.text.partition(' ')[2]} with megacore import, and name it")
     elif load is not None:

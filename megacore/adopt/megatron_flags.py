@@ -11,6 +11,7 @@ from megacore.adopt.rules import (
     To,
     integer,
     number,
+    positive,
 )
 
 _BATCH = Joint("it decides batch sizes and the length of the run")
@@ -66,15 +67,15 @@ ROPE_SCALING: dict[str, Rule] = {
 """Flags of scaled rotary positions. Those of YaRN are for multi-latent attention."""
 
 MODEL: dict[str, Rule] = {
-    "--num-layers": To("model.num_layers", integer),
-    "--encoder-num-layers": To("model.num_layers", integer),
-    "--decoder-num-layers": To("model.num_decoder_layers", integer),
-    "--hidden-size": To("model.hidden_size", integer),
-    "--num-attention-heads": To("model.num_attention_heads", integer),
-    "--kv-channels": To("model.kv_channels", integer),
+    "--num-layers": To("model.num_layers", positive),
+    "--encoder-num-layers": To("model.num_layers", positive),
+    "--decoder-num-layers": To("model.num_decoder_layers", positive),
+    "--hidden-size": To("model.hidden_size", positive),
+    "--num-attention-heads": To("model.num_attention_heads", positive),
+    "--kv-channels": To("model.kv_channels", positive),
     "--group-query-attention": Joint("it decides the key-value heads"),
     "--num-query-groups": Joint("it decides the key-value heads"),
-    "--num-key-value-heads": To("model.num_query_groups", integer),
+    "--num-key-value-heads": To("model.num_query_groups", positive),
     "--ffn-hidden-size": _WIDTH,
     "--swiglu": _WIDTH,
     "--openai-gelu": _WIDTH,
@@ -115,7 +116,7 @@ MODEL: dict[str, Rule] = {
     "--window-size": Joint("it decides the attention's window"),
     "--window-attn-skip-freq": Joint("it decides the layers with a window"),
     "--softmax-type": Absent("this softmax", "the plain softmax", ("vanilla",)),
-    "--max-position-embeddings": To("model.max_position_embeddings", integer),
+    "--max-position-embeddings": To("model.max_position_embeddings", positive),
     "--hidden-dropout": To("model.hidden_dropout", number),
     "--attention-dropout": To("model.attention_dropout", number),
     "--init-method-std": To("model.init_method_std", number),
@@ -154,9 +155,9 @@ TRAINING: dict[str, Rule] = {
     "--train-iters": _BATCH,
     "--train-samples": _BATCH,
     "--train-tokens": _BATCH,
-    "--seq-length": To("data.seq_length", integer),
-    "--encoder-seq-length": To("data.seq_length", integer),
-    "--decoder-seq-length": To("data.span_corruption.decoder_seq_length", integer),
+    "--seq-length": To("data.seq_length", positive),
+    "--encoder-seq-length": To("data.seq_length", positive),
+    "--decoder-seq-length": To("data.span_corruption.decoder_seq_length", positive),
     "--lr": To("optim.lr", number),
     "--min-lr": To("optim.min_lr", number),
     "--lr-decay-style": Joint("it decides the learning-rate schedule"),
@@ -274,22 +275,22 @@ RECOMPUTATION: dict[str, Rule] = {
 }
 
 PARALLEL: dict[str, Rule] = {
-    "--tensor-model-parallel-size": To("parallel.tensor_model_parallel_size", integer),
+    "--tensor-model-parallel-size": To("parallel.tensor_model_parallel_size", positive),
     "--model-parallel-size": Absent("Megatron's own old name", "--tensor-model-parallel-size"),
-    "--pipeline-model-parallel-size": To("parallel.pipeline_model_parallel_size", integer),
+    "--pipeline-model-parallel-size": To("parallel.pipeline_model_parallel_size", positive),
     "--pipeline-model-parallel-split-rank": To(
         "parallel.pipeline_model_parallel_split_rank", integer
     ),
     "--num-layers-per-virtual-pipeline-stage": Joint("it decides the virtual stages"),
     "--num-virtual-stages-per-pipeline-rank": To(
-        "parallel.virtual_pipeline_model_parallel_size", integer
+        "parallel.virtual_pipeline_model_parallel_size", positive
     ),
     "--decoder-first-pipeline-num-layers": Joint("it decides the division into stages"),
     "--decoder-last-pipeline-num-layers": Joint("it decides the division into stages"),
     "--pipeline-model-parallel-layout": Absent("this notation", "parallel.pipeline_partition"),
     "--sequence-parallel": Joint("it decides sequence parallelism"),
     "--use-distributed-optimizer": On("parallel.data_parallel_sharding", "optimizer"),
-    "--context-parallel-size": To("parallel.context_parallel_size", integer),
+    "--context-parallel-size": To("parallel.context_parallel_size", positive),
     "--ds-sequence-parallel-size": Absent(
         "sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel", ("1",)
     ),

@@ -7,6 +7,7 @@ from megacore.adopt.rules import (
     Settings,
     first,
     integer,
+    integer_of,
     number_of,
     sources,
     word,
@@ -22,9 +23,9 @@ def put_model(settings: Settings, draft: Draft, family: str, default: str) -> No
     _mlp(settings, draft, default)
     groups, grouped = settings.get("--num-query-groups"), settings.get("--group-query-attention")
     if groups is not None and grouped is not None:
-        count = number_of(groups, draft, "model.num_query_groups")
+        count = integer_of(groups, draft, "model.num_query_groups", least=1)
         if count is not None:
-            draft.put("model.num_query_groups", int(count), groups, grouped)
+            draft.put("model.num_query_groups", count, groups, grouped)
     for setting in (groups, grouped):
         if setting is not None and setting.name not in draft.done:
             if setting is grouped:
@@ -55,10 +56,11 @@ def put_model(settings: Settings, draft: Draft, family: str, default: str) -> No
         section = {"bert": "data.masked_lm", "t5": "data.span_corruption"}.get(family)
         key = "short_seq_prob" if name == "--short-seq-prob" else "masked_lm_prob"
         key = "noise_density" if key == "masked_lm_prob" and family == "t5" else key
-        value = number_of(setting, draft, f"{section}.{key}")
         if section is None:
             draft.ignore(setting, "it is for BERT and T5")
-        elif value is not None:
+            continue
+        value = number_of(setting, draft, f"{section}.{key}")
+        if value is not None:
             draft.put(f"{section}.{key}", value, setting)
 
 
@@ -135,9 +137,9 @@ def _mlp(settings: Settings, draft: Draft, default: str) -> None:
     width = settings.get("--ffn-hidden-size")
     hidden = draft.get("model.hidden_size")
     if width is not None:
-        size = number_of(width, draft, "model.ffn_hidden_size")
+        size = integer_of(width, draft, "model.ffn_hidden_size", least=1)
         if size is not None:
-            draft.put("model.ffn_hidden_size", int(size), width)
+            draft.put("model.ffn_hidden_size", size, width)
     elif hidden is not None:
         size = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "swiglu" else 4 * hidden
         rule = "int(8/3 h / 64) x 64" if activation == "swiglu" else "4 h"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.adopt.check import ForeignModel
-from megacore.adopt.data import UNNAMED
+from megacore.adopt.data import MOST_ENTRIES, UNNAMED
 from megacore.adopt.rules import (
     Absent,
     Choice,
@@ -17,8 +17,11 @@ from megacore.adopt.rules import (
     Settings,
     To,
     integer,
+    integer_of,
     number,
     number_of,
+    positive,
+    require,
     sources,
     word,
 )
@@ -36,12 +39,12 @@ _UNREAD_SCALING = Absent(
 )
 
 TABLE: dict[str, Rule] = {
-    f"{_MODEL}num_hidden_layers": To("model.num_layers", integer),
-    f"{_MODEL}hidden_size": To("model.hidden_size", integer),
-    f"{_MODEL}num_attention_heads": To("model.num_attention_heads", integer),
-    f"{_MODEL}num_key_value_heads": To("model.num_query_groups", integer),
-    f"{_MODEL}intermediate_size": To("model.ffn_hidden_size", integer),
-    f"{_MODEL}max_position_embeddings": To("model.max_position_embeddings", integer),
+    f"{_MODEL}num_hidden_layers": To("model.num_layers", positive),
+    f"{_MODEL}hidden_size": To("model.hidden_size", positive),
+    f"{_MODEL}num_attention_heads": To("model.num_attention_heads", positive),
+    f"{_MODEL}num_key_value_heads": To("model.num_query_groups", positive),
+    f"{_MODEL}intermediate_size": To("model.ffn_hidden_size", positive),
+    f"{_MODEL}max_position_embeddings": To("model.max_position_embeddings", positive),
     f"{_MODEL}rms_norm_eps": To("model.layernorm_epsilon", number),
     f"{_MODEL}rope_theta": To("model.rotary_base", number),
     f"{_MODEL}hidden_act": Choice(
@@ -80,22 +83,22 @@ TABLE: dict[str, Rule] = {
     ),
     "model.make_vocab_size_divisible_by": Joint("it decides the padding of the vocabulary"),
     "model.ddp_bucket_cap_mb": To("parallel.grad_reduce_bucket_mb", number),
-    "tokens.sequence_length": To("data.seq_length", integer),
-    "tokens.train_steps": To("train.train_iters", integer),
-    "tokens.micro_batch_size": To("train.micro_batch_size", integer),
+    "tokens.sequence_length": To("data.seq_length", positive),
+    "tokens.train_steps": To("train.train_iters", positive),
+    "tokens.micro_batch_size": To("train.micro_batch_size", positive),
     "tokens.batch_accumulation_per_replica": Joint("it decides the batch"),
     "tokens.val_check_interval": Joint("it decides the validations"),
     "tokens.limit_val_batches": Joint("it decides the validations"),
     "tokens.limit_test_batches": NoEffect("nanotron does not test"),
-    "parallelism.tp": To("parallel.tensor_model_parallel_size", integer),
-    "parallelism.pp": To("parallel.pipeline_model_parallel_size", integer),
+    "parallelism.tp": To("parallel.tensor_model_parallel_size", positive),
+    "parallelism.pp": To("parallel.pipeline_model_parallel_size", positive),
     "parallelism.dp": Joint("it decides the number of ranks"),
     "parallelism.pp_engine": Choice(
         "parallel.pipeline_schedule", {"1f1b": "1f1b", "afab": "gpipe"}, "this schedule", "1f1b"
     ),
     "parallelism.tp_mode": Joint("it decides sequence parallelism"),
     "parallelism.recompute_layer": Joint("it decides what is recomputed"),
-    "parallelism.context_parallel_size": To("parallel.context_parallel_size", integer),
+    "parallelism.context_parallel_size": To("parallel.context_parallel_size", positive),
     "parallelism.expert_parallel_size": Absent("expert parallelism", "a dense model", ("1",)),
     f"{_RATE}learning_rate": To("optim.lr", number),
     f"{_RATE}min_decay_lr": Joint("it decides the learning-rate schedule"),
@@ -166,24 +169,44 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
 NANOTRON = Rules(TABLE, FAMILIES)
 
 
-def translate(settings: Settings) -> Draft:
-    """Return the draft for a nanotron configuration."""
-    draft = Draft()
+_SIZES = {
+    "model.num_layers": f"{_MODEL}num_hidden_layers",
+    "model.hidden_size": f"{_MODEL}hidden_size",
+    "model.num_attention_heads": f"{_MODEL}num_attention_heads",
+    "model.ffn_hidden_size": f"{_MODEL}intermediate_size",
+    "data.seq_length": "tokens.sequence_length",
+    "train.micro_batch_size": "tokens.micro_batch_size",
+    "train.train_iters": "tokens.train_steps",
+}
+"""Keys without which a run has no model, batch or length."""
+
+
+def translate(settings: Settings, draft: Draft) -> None:
+    """Fill the draft for a nanotron configuration."""
     draft.put("family", "gpt", "nanotron trains decoders")
     for setting in settings:
         NANOTRON.apply(setting, draft)
+    require(settings, draft, _SIZES)
     _model(settings, draft)
     _qwen2(settings, draft)
     _layout(settings, draft)
     _schedule(settings, draft)
     _data(settings, draft)
     NANOTRON.finish(list(settings), draft)
-    return draft
 
 
 def _value(settings: Settings, name: str, default: Any = None) -> Any:
     setting = settings.get(name)
     return default if setting is None or setting.value is None else setting.value
+
+
+def _whole(settings: Settings, draft: Draft, name: str, default: int, least: int = 0) -> int:
+    """Return the whole number of a key; `default` if it is absent, null or rejected."""
+    setting = settings.get(name)
+    if setting is None or setting.value is None:
+        return default
+    value = integer_of(setting, draft, name, least=least)
+    return default if value is None else value
 
 
 def _drop_nulls(settings: Settings, draft: Draft, *names: str) -> None:
@@ -209,18 +232,17 @@ def _model(settings: Settings, draft: Draft) -> None:
     tied = settings.get(f"{_MODEL}tie_word_embeddings")
     untied = not _value(settings, f"{_MODEL}tie_word_embeddings", False)
     draft.put("model.untie_embeddings_and_output_weights", untied, tied or DEFAULT)
-    for name in ("num_key_value_heads", "sliding_window_size"):
-        setting = settings.get(f"{_MODEL}{name}")
-        if setting is not None and setting.value is None:
-            draft.refused = [each for each in draft.refused if each.setting != str(setting)]
-            draft.ignore(setting, "it requests nothing")
     enabled, loss = (
         settings.get(f"{_MODEL}z_loss_enabled"),
         settings.get(f"{_MODEL}z_loss_coefficient"),
     )
     if enabled is not None and enabled.value:
-        coefficient = 1e-4 if loss is None else float(loss.value)
-        draft.put("train.z_loss", coefficient, *[s for s in (enabled, loss) if s is not None])
+        coefficient = number_of(loss, draft, "train.z_loss")
+        draft.put(
+            "train.z_loss",
+            1e-4 if coefficient is None else coefficient,
+            *[s for s in (enabled, loss) if s is not None],
+        )
     for setting in (enabled, loss):
         if setting is not None and setting.name not in draft.done:
             draft.ignore(setting, "the z-loss is off")
@@ -232,7 +254,9 @@ def _model(settings: Settings, draft: Draft) -> None:
         draft.ignore(mask, "it requests nothing")
     divisible = settings.get("model.make_vocab_size_divisible_by")
     tensor = draft.get("parallel.tensor_model_parallel_size", 1)
-    base = int(_value(settings, "model.make_vocab_size_divisible_by", 1))
+    base = _whole(settings, draft, "model.make_vocab_size_divisible_by", 1, least=1)
+    size = settings.get(f"{_MODEL}vocab_size")  # the formulas are compared with this vocabulary
+    integer_of(size, draft, "data.tokenizer.vocab_size", least=1, most=MOST_ENTRIES)
     draft.put(
         "model.make_vocab_size_divisible_by",
         base * tensor,
@@ -275,8 +299,8 @@ def _layout(settings: Settings, draft: Draft) -> None:
         settings.get("tokens.batch_accumulation_per_replica"),
     )
     replicas, accumulated = (
-        int(_value(settings, "parallelism.dp", 1)),
-        int(_value(settings, "tokens.batch_accumulation_per_replica", 1)),
+        _whole(settings, draft, "parallelism.dp", 1, least=1),
+        _whole(settings, draft, "tokens.batch_accumulation_per_replica", 1, least=1),
     )
     micro, batch = settings.get("tokens.micro_batch_size"), draft.get("train.micro_batch_size", 1)
     draft.put(
@@ -320,11 +344,10 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     style_s, steps_s, start_s, warmup_s = (settings.get(f"{_RATE}{name}") for name in names)
     total, warmup = (
         draft.get("train.train_iters", 0),
-        int(_value(settings, f"{_RATE}lr_warmup_steps", 0)),
+        _whole(settings, draft, f"{_RATE}lr_warmup_steps", 0),
     )
-    start = _value(settings, f"{_RATE}lr_decay_starting_step")
-    begin = warmup if start is None else int(start)
-    steps = int(_value(settings, f"{_RATE}lr_decay_steps", total - begin))
+    begin = _whole(settings, draft, f"{_RATE}lr_decay_starting_step", warmup)
+    steps = _whole(settings, draft, f"{_RATE}lr_decay_steps", total - begin)
     style = word(_value(settings, f"{_RATE}lr_decay_style", "linear"))
     origins = [each for each in (style_s, steps_s, start_s, warmup_s) if each is not None]
     if begin > warmup:
@@ -342,13 +365,14 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         draft.refuse(style_s, "this schedule", "cosine, linear or 1-sqrt")
     draft.put("optim.lr_decay_iters", max(1, begin + steps), *sources(*origins, default=DEFAULT))
     low = settings.get(f"{_RATE}min_decay_lr")
-    value = _value(settings, f"{_RATE}min_decay_lr", 0.1 * draft.get("optim.lr", 0.0))
-    draft.put("optim.min_lr", float(value), low or f"{DEFAULT}: a tenth")
+    value = None if low is None or low.value is None else number_of(low, draft, "optim.min_lr")
+    tenth = 0.1 * draft.get("optim.lr", 0.0)
+    draft.put("optim.min_lr", tenth if value is None else value, low or f"{DEFAULT}: a tenth")
     checks = settings.get("tokens.val_check_interval")
     rounds = settings.get("tokens.limit_val_batches")
     interval, batches = (
-        int(_value(settings, checks.name, -1)) if checks else -1,
-        int(_value(settings, "tokens.limit_val_batches", 0)),
+        _whole(settings, draft, "tokens.val_check_interval", -1, least=-1),
+        _whole(settings, draft, "tokens.limit_val_batches", 0),
     )
     draft.put("train.eval_interval", interval if interval > 0 else max(1, total), checks or DEFAULT)
     draft.put("train.eval_iters", max(1, batches), rounds or DEFAULT)
@@ -374,7 +398,13 @@ def _data(settings: Settings, draft: Draft) -> None:
                 "a run for each stage, with resume.checkpoint",
             )
         else:
-            _stage(stages, stages_value[0] if stages_value else {}, draft)
+            stage = stages_value[0] if stages_value else {}
+            data = stage.get("data") if isinstance(stage, Mapping) else stage
+            dataset = data.get("dataset") if isinstance(data, Mapping) else data
+            if isinstance(dataset, Mapping | None):
+                _stage(stages, stage, draft)
+            else:
+                draft.reject(stages, "give a list of stages, each with data and its dataset")
     if "data.source.kind" not in draft.values:
         draft.put("data.source.kind", "prefix", "no data that can be read here")
         draft.put("data.source.prefix", UNNAMED, "no data that can be read here")
@@ -442,7 +472,8 @@ def _stage(stages: Setting, stage: Mapping[str, Any], draft: Draft) -> None:
         draft.put("data.source.kind", "hub", shown)
         draft.put("data.source.dataset", named, shown)
         split = dataset.get("hf_dataset_splits", "train")
-        draft.put("data.source.split", split if isinstance(split, str) else str(split[0]), shown)
+        split = split[0] if isinstance(split, list) and split else split
+        draft.put("data.source.split", str(split), shown)
         draft.put("data.source.key", str(dataset.get("text_column_name", "text")), shown)
         if dataset.get("hf_dataset_config_name"):
             draft.put("data.source.config", str(dataset["hf_dataset_config_name"]), shown)

@@ -13,7 +13,9 @@ from megacore.adopt.rules import (
     Setting,
     Settings,
     first,
+    integer_of,
     number_of,
+    require,
     sources,
     word,
 )
@@ -24,9 +26,17 @@ _STRAIGHT = frozenset({"global", "flash"})
 """Kinds of attention_config that are full causal attention."""
 
 
-def translate(settings: Settings) -> Draft:
-    """Return the draft for the keys of one or several YAML files."""
-    draft = Draft()
+_SIZES = {
+    "model.num_layers": "num_layers",
+    "model.hidden_size": "hidden_size",
+    "model.num_attention_heads": "num_attention_heads",
+    "data.seq_length": "seq_length",
+}
+"""Keys without which a run has no model."""
+
+
+def translate(settings: Settings, draft: Draft) -> None:
+    """Fill the draft for the keys of one or several YAML files."""
     draft.put("family", "gpt", "GPT-NeoX trains decoders")
     json: dict[str, Any] = {}
     for setting in settings:
@@ -39,6 +49,7 @@ def translate(settings: Settings) -> Draft:
         if passed_on is not None:
             read_json(draft, {name: value}, passed_on.place, passed_on.name)
             draft.done.add(name)
+    require(settings, draft, _SIZES)
     _model(settings, draft)
     _layout(settings, draft)
     _batches(settings, draft)
@@ -46,7 +57,6 @@ def translate(settings: Settings) -> Draft:
     _data(settings, draft)
     _start(settings, draft)
     NEOX.finish(list(settings), draft)
-    return draft
 
 
 def _value(settings: Settings, name: str, default: Any) -> Any:
@@ -115,9 +125,9 @@ def _attention(settings: Settings, draft: Draft) -> None:
             names = ", ".join(sorted(kinds - _STRAIGHT))
             draft.refuse(setting, f"attention of kind {names}", "causal attention")
     if window is not None:
-        width = number_of(window, draft, "model.sliding_window")
+        width = integer_of(window, draft, "model.sliding_window")
         if width is not None:
-            draft.put("model.sliding_window", int(width) + 1, window, "and the token itself")
+            draft.put("model.sliding_window", width + 1, window, "and the token itself")
 
 
 def _kinds(value: Any) -> list[Any]:
@@ -167,6 +177,16 @@ def _mlp(settings: Settings, draft: Draft) -> None:
         settings.get(key) for key in ("intermediate_size", "expansion_factor", "mlp_multiple_of")
     ]
     halved = ["x 2/3 / 2 for a gated unit"] if name in ("swiglu", "geglu") else []
+    counts = (
+        integer_of(sizes[0], draft, "model.ffn_hidden_size", least=1),
+        number_of(sizes[1], draft, "model.ffn_hidden_size"),
+        integer_of(sizes[2], draft, "model.ffn_hidden_size", least=1),
+    )
+    readable = all(
+        size is None or count is not None for size, count in zip(sizes, counts, strict=True)
+    )
+    if not readable or "model.hidden_size" not in draft.values:
+        return
     draft.put(
         "model.ffn_hidden_size",
         inner_width(settings),
@@ -209,9 +229,9 @@ def _first_weights(settings: Settings, draft: Draft) -> None:
 
 def _layout(settings: Settings, draft: Draft) -> None:
     pipe = settings.get("pipe_parallel_size")
-    size = number_of(pipe, draft, "parallel.pipeline_model_parallel_size")
+    size = integer_of(pipe, draft, "parallel.pipeline_model_parallel_size")
     if pipe is not None and size is not None:
-        draft.put("parallel.pipeline_model_parallel_size", max(1, int(size)), pipe)
+        draft.put("parallel.pipeline_model_parallel_size", max(1, size), pipe)
     tensor = draft.get("parallel.tensor_model_parallel_size", 1)
     sequence = settings.get("sequence_parallel")
     if sequence is not None:
@@ -220,8 +240,8 @@ def _layout(settings: Settings, draft: Draft) -> None:
         else:
             draft.ignore(sequence, "it requests nothing")
     divisible = settings.get("make_vocab_size_divisible_by")
-    multiple = number_of(divisible, draft, "model.make_vocab_size_divisible_by")
-    base = 128 if multiple is None else int(multiple)
+    multiple = integer_of(divisible, draft, "model.make_vocab_size_divisible_by", least=1)
+    base = 128 if multiple is None else multiple
     if divisible is not None or tensor > 1:
         by = f"x {tensor} tensor-parallel ranks, as NeoX pads"
         origin = divisible or f"{DEFAULT} 128"
@@ -252,9 +272,9 @@ def _batches(settings: Settings, draft: Draft) -> None:
         settings.get("gradient_accumulation_steps"),
     )
     total = settings.get("train_batch_size")
-    size = number_of(micro, draft, "train.micro_batch_size")
-    batch = number_of(total, draft, "train.global_batch_size")
-    accumulated = number_of(steps, draft, "train.global_batch_size") or 1
+    size = integer_of(micro, draft, "train.micro_batch_size", least=1)
+    batch = integer_of(total, draft, "train.global_batch_size", least=1)
+    accumulated = integer_of(steps, draft, "train.global_batch_size", least=1) or 1
     replica = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
         "parallel.pipeline_model_parallel_size", 1
     )
@@ -262,29 +282,29 @@ def _batches(settings: Settings, draft: Draft) -> None:
     for key in ("global_num_gpus", "num_gpus", "num_nodes"):
         setting = settings.get(key)
         if setting is not None:
-            value = number_of(setting, draft, "launch.nproc_per_node")
-            if key == "global_num_gpus" and value:
-                gpus = int(value)
+            value = integer_of(setting, draft, "launch.nproc_per_node", least=1)
+            if key == "global_num_gpus" and value is not None:
+                gpus = value
             draft.ignore(setting, "the section launch has the numbers of hosts and ranks")
     replicas = max(1, (gpus or replica) // replica)
     if size is None and batch is not None:
-        size = batch / replicas / accumulated
+        size = max(1, batch // (replicas * accumulated))
     if size is None:
         if micro is None:
             for name in ("train.micro_batch_size", "train.global_batch_size"):
                 draft.put(name, 1, "not written")
             draft.ask("train.global_batch_size", "which batch? give the file that has it too")
         return
-    draft.put("train.micro_batch_size", int(size), micro or total or DEFAULT)
+    draft.put("train.micro_batch_size", size, micro or total or DEFAULT)
     if batch is not None and total is not None:
-        draft.put("train.global_batch_size", int(batch), total)
+        draft.put("train.global_batch_size", batch, total)
         if steps is not None:
             draft.ignore(steps, "it follows from the batch sizes")
         return
     origins: list[Setting | str] = [each for each in (micro, steps) if each is not None]
     draft.put(
         "train.global_batch_size",
-        int(size * accumulated) * replicas,
+        size * accumulated * replicas,
         *origins,
         f"x {replicas} replicas",
     )
@@ -321,11 +341,11 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     elif fraction is not None and share is not None:
         draft.put("optim.lr_decay_iters", int(share * draft.get("train.train_iters", 0)), fraction)
     factor = settings.get("checkpoint_factor")
-    interval = number_of(factor, draft, "checkpoint.save_interval")
+    interval = integer_of(factor, draft, "checkpoint.save_interval", least=1)
     if factor is not None and interval is not None:
-        draft.put("checkpoint.save_interval", int(interval), factor)
+        draft.put("checkpoint.save_interval", interval, factor)
         if "keep_last_n_checkpoints" not in settings:
-            draft.put("checkpoint.keep_every", int(interval), f"{DEFAULT}: all of them are kept")
+            draft.put("checkpoint.keep_every", interval, f"{DEFAULT}: all of them are kept")
     recompute = settings.get("checkpoint_activations")
     if recompute is not None:
         draft.put("train.recompute", "full" if recompute.value else "none", recompute)
@@ -459,7 +479,7 @@ def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
 
 
 def settings_of(files: list[tuple[str, Mapping[str, Any], Mapping[str, int]]]) -> Settings:
-    """Return the keys of several files, later ones over earlier ones.
+    """Return the keys of several files, later ones over earlier ones; null is no value.
 
     Args:
         files: name, content, and the line of each key, for each file.
@@ -469,4 +489,6 @@ def settings_of(files: list[tuple[str, Mapping[str, Any], Mapping[str, int]]]) -
         for name, content, lines in files
         for key, value in content.items()
     ]
-    return Settings("neox", "GPT-NeoX", items)
+    last = {item.name: item for item in items}.values()
+    remarks = [f"{item}: it requests nothing" for item in last if item.value is None]
+    return Settings("neox", "GPT-NeoX", [each for each in last if each.value is not None], remarks)

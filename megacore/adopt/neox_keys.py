@@ -10,6 +10,7 @@ from megacore.adopt.rules import (
     To,
     integer,
     number,
+    positive,
     switch,
 )
 
@@ -29,13 +30,13 @@ _TUNING = Absent("preference data and labels", "the flow finetune")
 _MUP = Absent("µP", "model.init_method_std")
 
 TABLE: dict[str, Rule] = {
-    "num_layers": To("model.num_layers", integer),
-    "hidden_size": To("model.hidden_size", integer),
-    "num_attention_heads": To("model.num_attention_heads", integer),
-    "num_kv_heads": To("model.num_query_groups", integer),
+    "num_layers": To("model.num_layers", positive),
+    "hidden_size": To("model.hidden_size", positive),
+    "num_attention_heads": To("model.num_attention_heads", positive),
+    "num_kv_heads": To("model.num_query_groups", positive),
     "attention_type": NoEffect("num_kv_heads decides it"),
-    "seq_length": To("data.seq_length", integer),
-    "max_position_embeddings": To("model.max_position_embeddings", integer),
+    "seq_length": To("data.seq_length", positive),
+    "max_position_embeddings": To("model.max_position_embeddings", positive),
     "intermediate_size": _MLP,
     "expansion_factor": _MLP,
     "mlp_multiple_of": _MLP,
@@ -89,7 +90,7 @@ TABLE: dict[str, Rule] = {
     "gmlp_attn_dim": NoEffect("it is for gMLP, which attention_config turns on"),
     "precision": Joint("it decides the precision"),
     "pipe_parallel_size": Joint("it decides the pipeline"),
-    "model_parallel_size": To("parallel.tensor_model_parallel_size", integer),
+    "model_parallel_size": To("parallel.tensor_model_parallel_size", positive),
     "sequence_parallel": Joint("it decides sequence parallelism"),
     "context_parallel_size": Absent(
         "GPT-NeoX's context parallelism", "parallel.context_parallel_size", ("1",)

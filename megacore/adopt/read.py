@@ -322,7 +322,7 @@ def _flags(words: tuple[Word, ...]) -> tuple[list[Setting], list[str]]:
             if item.unknown:
                 stray += item.words
             else:
-                items.append(item)
+                items.append(Setting(" ".join(item.words) or "''", [], item.place))
             continue
         values = list(item.words)
         if item.name not in _MULTIPLE:

@@ -9,9 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from megacore.config.base import MAX_INTEGER
 from megacore.foreign.files import nearest, read_number
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,17 @@ def integer(text: Any) -> int:
     number = read_number(text)
     if number is None or number != int(number):
         raise BadValueError("give an integer")
+    if abs(number) > MAX_INTEGER:
+        raise BadValueError(f"give at most {MAX_INTEGER:,}")
     return int(number)
+
+
+def positive(text: Any) -> int:
+    """Return a whole number above 0. Raises BadValueError."""
+    number = integer(text)
+    if number < 1:
+        raise BadValueError("give an integer above 0")
+    return number
 
 
 def number(text: Any) -> float:
@@ -294,6 +307,8 @@ class Rules:
                     draft.ignore(setting, "its value requests nothing")
                 else:
                     draft.refuse(setting, feature, near)
+            case To() | Choice() if setting.value is None:
+                draft.ignore(setting, "it requests nothing")
             case To(name, convert):
                 self._convert(setting, name, convert, draft)
             case Choice(name, choices, feature, near):
@@ -333,9 +348,12 @@ class Rules:
         named += [refused.setting for refused in draft.refused] + draft.remarks
         text = "\n".join(named)
         for setting in settings:
-            if setting.name not in draft.done and not draft.missing:
+            if setting.name not in draft.done:
                 rule = self.rule(setting.name)
                 purpose = rule.purpose if isinstance(rule, Joint) else "it was not translated"
+                if draft.missing:
+                    draft.remarks.append(f"{setting}: {purpose}, once the missing values are given")
+                    continue
                 draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")
             elif setting.name in draft.done and not names(text, setting.name):
                 draft.ignore(setting, "another setting decides the same")
@@ -355,6 +373,21 @@ def _requests_nothing(setting: Setting, off: tuple[str, ...]) -> bool:
     return text in (*_OFF, *off)
 
 
+def require(settings: Settings, draft: Draft, sizes: Mapping[str, str]) -> None:
+    """Note the sizes of the model that no setting says.
+
+    Args:
+        settings: settings of the run.
+        draft: draft with the values that the settings say.
+        sizes: names of the settings by the dotted names of the values that they set.
+    """
+    asked = {name for _, name in draft.missing}
+    for name, setting in sizes.items():
+        if name not in draft.values and name not in asked:
+            unwritten = Setting(setting, ["(not written)"], Place(settings.entry, 0))
+            draft.missing.append((unwritten, name))
+
+
 def names(text: str, name: str) -> bool:
     """Return True if a text contains the whole name of a setting."""
     return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
@@ -367,7 +400,35 @@ def sources(*settings: Setting | None, default: str = "") -> list[Setting | str]
 
 
 def number_of(setting: Setting | None, draft: Draft, name: str) -> float | None:
-    """Return the number of a joint setting; None if it is absent or unknown."""
+    """Return the number of a joint setting; None if it is absent, unknown or rejected."""
+    return _converted(setting, draft, name, number)
+
+
+def integer_of(
+    setting: Setting | None, draft: Draft, name: str, *, least: int = 0, most: int = MAX_INTEGER
+) -> int | None:
+    """Return the whole number of a joint setting; None if it is absent, unknown or rejected.
+
+    Args:
+        setting: the setting; None if it is absent.
+        draft: draft that notes an unknown or a wrong value.
+        name: dotted name that lacks a value if the setting has none.
+        least: smallest value that the setting can have.
+        most: largest value that the setting can have.
+    """
+
+    def convert(text: Any) -> int:
+        value = positive(text) if least == 1 else integer(text)
+        if not least <= value <= most:
+            raise BadValueError(f"give at least {least:,} and at most {most:,}")
+        return value
+
+    return _converted(setting, draft, name, convert)
+
+
+def _converted(
+    setting: Setting | None, draft: Draft, name: str, convert: Callable[[Any], _Number]
+) -> _Number | None:
     if setting is None:
         return None
     if setting.unknown:
@@ -375,7 +436,7 @@ def number_of(setting: Setting | None, draft: Draft, name: str) -> float | None:
         draft.done.add(setting.name)
         return None
     try:
-        return number(first(setting))
+        return convert(first(setting))
     except BadValueError as error:
         draft.reject(setting, error)
         return None

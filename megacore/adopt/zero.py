@@ -4,12 +4,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.adopt.rules import Draft, Place, Setting, Settings, first, number_of, word
+from megacore.adopt.rules import (
+    BadValueError,
+    Draft,
+    Place,
+    Setting,
+    Settings,
+    first,
+    integer,
+    integer_of,
+    number,
+    word,
+)
 from megacore.config.deepspeed import FIELD_BY_KEY
 from megacore.config.parallel import ZERO_STAGES
 from megacore.foreign.deepspeed_keys import REFUSED
 from megacore.foreign.files import leaves, read_number
 
+_MOST_STAGE = 3
 JSON_VALUES = {
     "gradient_clipping": "optim.clip_grad",
     "optimizer.params.lr": "optim.lr",
@@ -106,7 +118,7 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
             if setting is not None:
                 draft.ignore(setting, "it is read with --deepspeed only")
         return
-    stage = number_of(flag, draft, "deepspeed.zero_stage")
+    stage = integer_of(flag, draft, "deepspeed.zero_stage", most=_MOST_STAGE)
     _ignore_scales(settings, draft)
     if json is not None and path is not None:
         read_json(draft, json, path.place, word(first(path)), own_optimizer=True)
@@ -121,14 +133,16 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
             f"{path} does not say gradient_clipping, so that DeepSpeed does not clip; here "
             "--clip-grad counts: set optim.clip_grad to 0 to repeat the run"
         )
-    origins: list[Setting | str] = [each for each in (flag, path, used) if each is not None]
+    origins: list[Setting | str] = [
+        each for each in (flag, path, used) if each is not None and not each.unknown
+    ]
     if "deepspeed.zero_stage" in draft.values:
         stage = draft.get("deepspeed.zero_stage")
     offload = None
     if cpu is not None:
         offload = "cpu"
         origins.append(cpu)
-    put_stage(draft, int(stage or 0), origins, offload)
+    put_stage(draft, stage or 0, origins, offload)
 
 
 def _ignore_scales(settings: Settings, draft: Draft) -> None:
@@ -167,7 +181,7 @@ def put_stage(
     draft.remarks.append(f"engine deepspeed, because engine native has no {', no '.join(reasons)}")
     draft.put("engine", "deepspeed", *origins)
     draft.put("deepspeed.zero_stage", max(1, stage), *origins)
-    if offload not in (None, "none"):
+    if offload != draft.get("deepspeed.offload_optimizer") and offload not in (None, "none"):
         draft.put("deepspeed.offload_optimizer", offload, *origins)
     if "parallel.data_parallel_sharding" in draft.values and stage != 1:
         entry = draft.values.pop("parallel.data_parallel_sharding")
@@ -254,7 +268,7 @@ def read_json(
         else:
             try:
                 _key(draft, setting, content)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, ArithmeticError):
                 if isinstance(value, str) and re.fullmatch(r"[A-Z_]+", value):
                     draft.missing.append((setting, JSON_VALUES.get(key, key)))
                     draft.done.add(key)
@@ -272,38 +286,43 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
     if key in ("fp16.enabled", "bf16.enabled"):
         wanted = key.split(".")[0]
         if str(value).lower() == "true":
-            kind = "bf16" if str(content.get("fp16", {}).get("type")) == "bfloat16" else wanted
+            kind = "bf16" if _fp16(content, "type") == "bfloat16" else wanted
             draft.put("train.precision", kind, setting)
         else:
             draft.ignore(setting, "it requests nothing")
     elif key == "zero_optimization.stage":
-        draft.put("deepspeed.zero_stage", int(value), setting)
+        stage = integer(value)
+        if 0 <= stage <= _MOST_STAGE:
+            draft.put("deepspeed.zero_stage", stage, setting)
+        else:
+            draft.reject(setting, f"give 0 to {_MOST_STAGE}")
     elif key in ("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer.device"):
         device = {"True": "cpu", "False": "none"}.get(str(value), str(value))
         draft.put("deepspeed.offload_optimizer", device, setting)
     elif key == "fp16.loss_scale":
         if value:
             for part in ("initial", "minimum"):
-                draft.put(f"optim.loss_scale.{part}", float(value), setting)
+                draft.put(f"optim.loss_scale.{part}", number(value), setting)
             draft.put("optim.loss_scale.window", 10**9, setting)
         else:
             draft.ignore(setting, "0 requests the dynamic loss scale")
-    elif key in _DYNAMIC and read_number(content.get("fp16", {}).get("loss_scale")):
+    elif key in _DYNAMIC and read_number(_fp16(content, "loss_scale")):
         draft.ignore(setting, "the loss scale is constant")
     elif key == "fp16.initial_scale_power":
-        draft.put("optim.loss_scale.initial", 2.0 ** int(value), setting)
+        draft.put("optim.loss_scale.initial", 2.0 ** integer(value), setting)
     elif key == "optimizer.params.betas":
+        if not isinstance(value, list) or len(value) != 2:
+            raise BadValueError("give two numbers")
         for position, beta in enumerate(value):
-            _same(draft, f"optim.adam_beta{position + 1}", beta, setting)
+            _same(draft, f"optim.adam_beta{position + 1}", number(beta), setting)
     elif key == "optimizer.type":
         if str(value).lower() in ("adam", "adamw"):
             draft.ignore(setting, "the optimizer is AdamW")
         else:
             draft.refuse(setting, "other optimizers than AdamW", "AdamW")
     elif key in JSON_VALUES:
-        amount = float(value)
         whole = JSON_VALUES[key].startswith(("train.", "optim.loss_scale.w", "optim.loss_scale.h"))
-        _same(draft, JSON_VALUES[key], int(amount) if whole else amount, setting)
+        _same(draft, JSON_VALUES[key], integer(value) if whole else number(value), setting)
     elif key in FIELD_BY_KEY:
         size = int(value) if isinstance(value, float) and value == int(value) else value
         draft.put(f"deepspeed.{FIELD_BY_KEY[key]}", size, setting)
@@ -328,6 +347,12 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
         draft.ignore(setting, "it follows from the batch sizes")
     else:
         draft.refuse(setting, "unknown key of DeepSpeed's JSON", "see docs/deepspeed.md")
+
+
+def _fp16(content: Mapping[str, Any], key: str) -> Any:
+    """Return a value of the block fp16; None if the JSON does not have it."""
+    block = content.get("fp16")
+    return block.get(key) if isinstance(block, Mapping) else None
 
 
 def _same(draft: Draft, name: str, value: Any, setting: Setting) -> None:

@@ -492,7 +492,7 @@ def format_errors(
     """
     # Each alternative of a union reports its own errors: only the first error of each key is shown.
     items = [item for item in error.errors() if not _follows(item, error.errors())]
-    problems = {_key(item, schema): _describe(item, schema) for item in reversed(items)}
+    problems = {key_of(item, schema): _describe(item, schema) for item in reversed(items)}
     if merged is not None:
         files = {key: merged.file_of(key) for key in problems}
         problems = {
@@ -512,7 +512,7 @@ def _follows(item: Any, items: Sequence[Any]) -> bool:
 
 def _describe(item: Any, schema: type[BaseModel]) -> str:
     """Return a pydantic error as one clause."""
-    key, location = _key(item, schema), _location(item, schema)
+    key, location = key_of(item, schema), _location(item, schema)
     if item["type"] == "extra_forbidden":
         return f"unknown key {dotted(location) or repr('')}{_hint(item['loc'], schema)}"
     if item["type"] == "invalid_key" or item["loc"][-1:] == ("[key]",):
@@ -576,7 +576,8 @@ def _location(item: Any, schema: type[BaseModel]) -> Location:
     return next((whole for whole in wholes if whole in _WHOLE), location)
 
 
-def _key(item: Any, schema: type[BaseModel]) -> str:
+def key_of(item: Any, schema: type[BaseModel]) -> str:
+    """Return the dotted key of one of pydantic's errors, as the user wrote it."""
     return dotted(_location(item, schema)) or "the configuration"
 
 
@@ -586,8 +587,9 @@ def _without_kinds(location: Location, schema: type[BaseModel]) -> Location:
     sections: list[type[BaseModel]] = [schema]
     for part in location:
         fields = [section for section in sections if part in _names_of(section)]
-        if not fields and any(part in _kinds_of(section) for section in sections):
-            sections = [section for section in sections if part in _kinds_of(section)]
+        kinds = [section for section in sections if part in _kinds_of(section)]
+        if kinds and (not fields or len(sections) > 1):  # a field may have the name of its kind
+            sections = kinds
             continue
         parts.append(part)
         sections = _below(fields, part) if not isinstance(part, int) else sections

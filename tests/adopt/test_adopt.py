@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -594,10 +595,26 @@ def test_sizes_of_the_wrong_kind_are_one_sentence(tmp_path: Path, key: str, valu
     [
         ("--num-layers two", r"^gpt\.sh: --num-layers is 'two' \(gpt\.sh:1\): give an integer$"),
         ("--lr fast", r"--lr is 'fast' \(gpt\.sh:1\): give a number"),
-        ("--num-query-groups x --group-query-attention", r"--num-query-groups is 'x' .*a number"),
-        ("--vocab-size -1", r"^gpt\.sh: --vocab-size is '-1' \(gpt\.sh:1\): give at least 1$"),
-        ("--vocab-size many", r"--vocab-size is 'many' .*give a number"),
-        ("--num-layers -2", r"^gpt\.sh: --num-layers -2 \(gpt\.sh:1\): .* greater than 0: correct"),
+        ("--num-query-groups x --group-query-attention", r"--num-query-groups is 'x' .*integer"),
+        (
+            "--vocab-size -1",
+            r"^gpt\.sh: --vocab-size is '-1' \(gpt\.sh:1\): give an integer above 0$",
+        ),
+        ("--vocab-size many", r"--vocab-size is 'many' .*give an integer"),
+        ("--num-layers -2", r"--num-layers is '-2' \(gpt\.sh:1\): give an integer above 0"),
+        ("--micro-batch-size 0", r"^gpt\.sh: --micro-batch-size is '0' .*integer above 0$"),
+        ("--micro-batch-size 2.5", r"^gpt\.sh: --micro-batch-size is '2\.5' .*give an integer$"),
+        ("--tensor-model-parallel-size 0", r"--tensor-model-parallel-size is '0' .*above 0$"),
+        ("--seq-length 0 --train-tokens 9", r"--seq-length is '0' .*integer above 0$"),
+        ("--eval-iters -1", r"--eval-iters is '-1' \(gpt\.sh:1\): give at least 0 and at most"),
+        ("--rampup-batch-size 4 4 x", r"--rampup-batch-size is '4 4 x' .*three integers above 0"),
+        ("--deepspeed --zero-stage 7", r"--zero-stage is '7' .*give at least 0 and at most 3$"),
+        ("--vocab-size 99999999999", r"--vocab-size is '99999999999' .*at most 1,073,741,824$"),
+        (
+            "--vocab-file ''",
+            r"--vocab-file +\(gpt\.sh:1\): string should have at least 1 character",
+        ),
+        ("--data-path ''", r"--data-path +\(gpt\.sh:1\): string should have at least 1 character"),
     ],
 )
 def test_wrong_values_are_named_with_flag_and_line(
@@ -605,6 +622,161 @@ def test_wrong_values_are_named_with_flag_and_line(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         gpt(tmp_path, flags)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"hidden-size": 768', '"hidden-size": wide', r"hidden_size is 'wide' \(a\.yml:4\): give"),
+        ('"num-layers": 12', '"num-layers": 0', r"num_layers is '0' .*integer above 0$"),
+        (
+            '"gradient_accumulation_steps": 8',
+            '"gradient_accumulation_steps": .inf',
+            "gradient_accumulation_steps is 'inf' ",
+        ),
+        (
+            '{"stage": 1',
+            '{"stage": 5',
+            r"zero_optimization\.stage is '5' \(a\.yml:\d+\): give 0 to 3",
+        ),
+    ],
+)
+def test_wrong_values_of_neox_are_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("dp: 2", "dp: two", r"parallelism\.dp is 'two' \(a\.yaml:\d+\): give an integer"),
+        ("lr_decay_steps: 980", "lr_decay_steps: [1]", r"lr_decay_steps is '1' .*give an integer"),
+        ("min_decay_lr: 3.0e-05", "min_decay_lr: low", r"min_decay_lr is 'low' .*give a number"),
+        ("vocab_size: 32000", "vocab_size: 99999999999", r"vocab_size is '99999999999' .*at most"),
+        (
+            "    dataset:\n",
+            "    dataset: [1]\n    other:\n",
+            "data_stages is .*give a list of stages",
+        ),
+    ],
+)
+def test_wrong_values_of_nanotron_are_named(
+    tmp_path: Path, old: str, new: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        adopted(tmp_path, "a.yaml", NANOTRON.replace(old, new))
+
+
+def test_null_requests_nothing(tmp_path: Path) -> None:
+    text = NANOTRON.replace("num_key_value_heads: 4", "num_key_value_heads: null")
+    result = adopted(tmp_path, "a.yaml", text)
+    assert config_of(tmp_path, result).model.query_groups == 8
+    text = NEOX_MODEL.replace('"seq-length": 2048', '"seq-length": 2048, "z-loss": null')
+    result = adopted(tmp_path, "a.yml", text, NEOX_PATHS)
+    assert config_of(tmp_path, result).train.z_loss == 0
+    assert "#   z_loss: None (a.yml:5): it requests nothing" in result.text
+
+
+def test_sizes_that_no_key_says_are_missing(tmp_path: Path) -> None:
+    result = adopted(tmp_path, "a.yaml", NANOTRON.replace("    hidden_size: 512\n", ""))
+    assert result.draft is not None
+    assert (result.outcome, result.text) == ("incomplete", "")
+    assert [name for _, name in result.draft.missing] == ["model.hidden_size"]
+    result = adopted(tmp_path, "a.yml", NEOX_MODEL.replace('"hidden-size": 768,', ""), NEOX_PATHS)
+    assert result.draft is not None
+    assert [name for _, name in result.draft.missing] == ["model.hidden_size"]
+
+
+def test_flags_that_wait_for_a_missing_value_are_in_the_remarks(tmp_path: Path) -> None:
+    text = GPT.replace("--global-batch-size 16", "--global-batch-size $GBS")
+    result = adopted(tmp_path, "gpt.sh", text + "--lr-warmup-iters 5 --bf16")
+    assert result.outcome == "incomplete"
+    assert result.draft is not None
+    assert result.settings is not None
+    for flag in ("--train-iters 100", "--lr-warmup-iters 5"):
+        (remark,) = [each for each in result.draft.remarks if flag in each]
+        assert remark.endswith("once the missing values are given")
+
+
+def test_words_without_a_flag_are_refused_one_by_one(tmp_path: Path) -> None:
+    assert refusals(gpt(tmp_path, "--bf16 yes please --swiglu no")) == [
+        f"{word} (gpt.sh:1): a word that belongs to no flag; nearest: leave it out"
+        for word in ("yes", "please", "no")
+    ]
+
+
+def test_an_interval_of_zero_saves_at_the_end_only(tmp_path: Path) -> None:
+    assert config(tmp_path, "--save-interval 0").checkpoint.save_interval == 100
+
+
+def test_unreadable_values_of_deepspeeds_json_are_refused_by_name(tmp_path: Path) -> None:
+    json = (
+        '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "fp16": '
+        '{"enabled": true, "hysteresis": 1e999, "initial_scale_power": 99999}, '
+        '"optimizer": {"params": {"betas": []}}}'
+    )
+    keys = [re.split("[: ]", text)[0] for text in refusals(adopted(tmp_path, "ds.json", json))]
+    assert keys == ["fp16.hysteresis", "fp16.initial_scale_power", "optimizer.params.betas"]
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  gradient_clipping: 0.5
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero_stage: 2
+distributed_type: DEEPSPEED
+machine_rank: 0
+main_process_ip: 10.0.0.1
+main_process_port: 29500
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "engine", "sharding", "offload"),
+    [
+        ("", "", "native", "gradients", ("none", "none")),
+        ("zero_stage: 2", "zero_stage: 3", "native", "parameters", ("none", "none")),
+        ("optimizer_device: none", "optimizer_device: cpu", "deepspeed", "none", ("cpu", "none")),
+        (
+            "none\n  offload_param_device: none\n  zero_stage: 2",
+            "cpu\n  offload_param_device: cpu\n  zero_stage: 3",
+            "deepspeed",
+            "none",
+            ("cpu", "cpu"),
+        ),
+    ],
+)
+def test_accelerates_zero_and_hosts_are_translated(
+    tmp_path: Path, old: str, new: str, engine: str, sharding: str, offload: tuple[str, str]
+) -> None:
+    pytest.importorskip("accelerate")
+    result = adopted(tmp_path, "acc.yaml", ACCELERATE.replace(old, new) if old else ACCELERATE)
+    config = config_of(tmp_path, result)
+    assert (config.engine, config.parallel.data_parallel_sharding) == (engine, sharding)
+    assert (config.deepspeed.offload_optimizer, config.deepspeed.offload_param) == offload
+    assert (config.launch.nnodes, config.launch.nproc_per_node) == (2, 8)
+    assert (config.optim.clip_grad, config.train.global_batch_size) == (0.5, 16)
+    assert result.draft is not None
+    assert "launch.hostfile" in [name for name, _ in result.draft.questions]
+    for line in ACCELERATE.splitlines():
+        assert line.strip().partition(":")[0] in result.text
+
+
+def test_a_json_that_accelerates_yaml_names_is_refused_with_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    block = "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    text = block + "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
+    result = adopted(tmp_path, "acc.yaml", text, partial=True)
+    assert refusals(result) == [
+        "deepspeed_config_file ds.json: settings in another file; nearest: megacore adopt ds.json"
+    ]
+    assert config_of(tmp_path, result).launch.nproc_per_node == 4
 
 
 def test_files_of_several_programs_are_refused(tmp_path: Path) -> None:

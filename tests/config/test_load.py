@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megacore.config import RunConfig, load_config, parse_overrides, read_config
 from megacore.config.data import TextSource
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.load import _PATTERNS, conf_path, load_finetune_config
+from megacore.config.load import _PATTERNS, conf_path, load_finetune_config, parse_config
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 
@@ -491,3 +491,11 @@ def test_the_workspace_is_a_placeholder_in_files_and_overrides(
     assert config.train.pretrained_checkpoint == (
         f"{tmp_path}/elsewhere/runs/abcd/checkpoints/iter_0000010"
     )
+
+
+def test_a_field_with_the_name_of_its_kind_is_named_once() -> None:
+    values = minimal() | {"data": {"source": {"kind": "prefix", "prefix": ""}}}
+    with pytest.raises(
+        ConfigError, match=r"data\.source\.prefix is '': give text that is not empty"
+    ):
+        parse_config(values, origin="x")
