@@ -46,6 +46,8 @@ MAX_INTEGER = 2**63 - 1
 """Largest integer of a configuration: that of torch and NumPy."""
 INTEGER_TOO_LARGE = "integer_too_large"
 """Type of pydantic's error for a larger one; its message begins with the field's name."""
+BOOLEAN = "boolean"
+"""Type of pydantic's error for true or false as another value; its message begins likewise."""
 STAGES = "stages"
 RESOLVED = "resolved"
 OMIT_DEFAULT = "omit_default"
@@ -94,8 +96,9 @@ class Section(BaseModel):
                 continue
             word = "on" if value else "off"
             if word not in map(str, kinds):
-                raise ValueError(
-                    f"{name} is {str(value).lower()}: give a value of its type, not true or false"
+                raise PydanticCustomError(
+                    BOOLEAN,
+                    f"{name} is {str(value).lower()}: give a value of its type, not true or false",
                 )
             result[name] = word
         return result

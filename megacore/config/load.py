@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json
 from megacore.artifact.workspace import workspace_root
-from megacore.config.base import INTEGER_TOO_LARGE
+from megacore.config.base import BOOLEAN, INTEGER_TOO_LARGE
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
@@ -530,7 +530,7 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
-    if item["type"] == INTEGER_TOO_LARGE:
+    if item["type"] in (INTEGER_TOO_LARGE, BOOLEAN):
         return dotted([*location, message])
     if location in _WHOLE and len(item["loc"]) > len(location):
         return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"

@@ -67,8 +67,9 @@ def _implicit(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
 class Loader(yaml.SafeLoader):
     """YAML loader with limits, which refuses repeated keys and reads plain values like YAML 1.2.
 
-    `1:2` and `12:00:00` are text, not base-60 numbers, and `2024-01-31` is text, not a date. The
-    limits hold for the content with every alias replaced by what it stands for.
+    `1:2` and `12:00:00` are text, not base-60 numbers, `2024-01-31` is text, not a date, and `0100`
+    is 100, not octal. The limits hold for the content with every alias replaced by what it stands
+    for.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
@@ -133,6 +134,16 @@ class Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise _problem(f"{shown(node.value)} is no {tag}", node.start_mark) from error
+
+
+def _construct_integer(loader: Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    if re.fullmatch(r"[-+]?0\d+", text):
+        return int(text)
+    return int(loader.construct_yaml_int(node))
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 def _refuse_repetition(node: yaml.Node) -> None:

@@ -493,6 +493,20 @@ def test_the_workspace_is_a_placeholder_in_files_and_overrides(
     )
 
 
+def test_an_integer_with_leading_zeros_is_decimal() -> None:
+    assert parse_overrides(["seed=0123", "a=-010", "b=00", "c=0x1F", "d=0b11", "e=089"]) == {
+        **{"seed": 123, "a": -10, "b": 0, "c": 31, "d": 3},
+        "e": "089",  # text, which a field of numbers reads as 89
+    }
+
+
+def test_true_as_a_number_is_named_with_its_section(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"small: train\.train_iters is true: give a value of its"
+    ):
+        parse_config(minimal() | {"train": {"train_iters": True}}, origin="small")
+
+
 def test_a_field_with_the_name_of_its_kind_is_named_once() -> None:
     values = minimal() | {"data": {"source": {"kind": "prefix", "prefix": ""}}}
     with pytest.raises(
