@@ -122,7 +122,8 @@ def plan_pipeline(
         config: configuration of the run.
         vocab_size: entries of the vocabulary before padding.
         hardware: hardware that determines device and precision for the memory estimate.
-        machine: hardware file, of hosts that are used completely; None means that of `hardware`.
+        machine: hardware file, of hosts whose GPUs are used completely; None means that of
+            `hardware`.
 
     Raises:
         ConfigError: the hardware file is missing or wrong, or has no rate for the precision.
@@ -146,7 +147,8 @@ def plan_pipeline(
             f"of {train.micro_batch_size} on each replica, in {passes:,} passes: a plan takes at "
             f"most {_MOST_PASSES:,}; raise train.micro_batch_size or add replicas"
         )
-    together = None if machine else ranks_per_host(config.launch, ranks)
+    whole = machine is not None and machine.device == "cuda"
+    together = None if whole else ranks_per_host(config.launch, ranks)
     threads = config.launch.threads_per_rank or max(1, hardware.cores // (together or ranks))
     iteration = planned_iteration(config, vocab_size, hardware, layout, threads, machine, together)
     precision = hardware.resolve_precision(train.precision)

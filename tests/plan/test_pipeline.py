@@ -1,6 +1,7 @@
 """The plan of a configuration: its layout, the contents of its stages, and the bubble."""
 
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
 from megacore.plan.machine import load_machine
 from megacore.plan.pipeline import PipelinePlan, plan_pipeline
+from megacore.plan.search import search
 
 GIB = 2**30
 CPU = Hardware(8, 64 * GIB)
@@ -130,6 +132,18 @@ def test_auto_ranks_are_the_gpus_or_one_replica() -> None:
 def test_a_plan_may_have_more_ranks_than_the_host() -> None:
     config = conf(launch__nproc_per_node=8, parallel__pipeline_model_parallel_size=4)
     assert plan_pipeline(config, 8192, GPUS).layout.shape == (4, 2, 1, 1)
+
+
+def test_ranks_of_several_hosts_without_gpus_have_their_own_cores(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"host-{number} slots=2\n" for number in range(4)), encoding="utf-8")
+    machine = load_machine("cpu").model_copy(update={"devices_per_node": 2})
+    found = search(conf(train__precision="fp32"), 8192, machine, 8, top=1).best[0]
+    config = found.iteration.config
+    launch = config.launch.model_copy(update={"hostfile": str(hosts), "nproc_per_node": "auto"})
+    config = config.model_copy(update={"launch": launch})
+    plan = plan_pipeline(config, 8192, Hardware(2, 24 * GIB), machine)
+    assert plan.time.iteration.seconds == pytest.approx(found.seconds)
 
 
 def test_an_impossible_layout_is_refused() -> None:
