@@ -1,5 +1,6 @@
 """`megacore plan`: division of a model over ranks, its predicted time, and the fastest layout."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from megacore.plan.prediction import Prediction
     from megacore.plan.search_result import SearchResult
 
+_ONE_DEVICE = {
+    "train.micro_batch_size": 1,
+    "parallel.tensor_model_parallel_size": 1,
+    "parallel.sequence_parallel": False,
+    "parallel.context_parallel_size": 1,
+    "parallel.pipeline_model_parallel_size": 1,
+    "parallel.virtual_pipeline_model_parallel_size": 1,
+    "parallel.pipeline_partition": "balanced",
+    "parallel.delay_weight_gradients": False,
+    "parallel.data_parallel_sharding": "none",
+    "launch.nproc_per_node": "auto",
+}
+"""Layout that every model and batch can have."""
 _TOP = 10
 _MOST_GPUS = 1_000_000
 """Most GPUs of a search, ten times those of the largest cluster; it takes seconds."""
@@ -86,9 +100,10 @@ def plan(
     overrides = parse_overrides(override or [])
     if search:
         _check_search(gpus, draw, chart, write)
-        config, result = _searched(
-            conf, overrides, hardware, gpus or 1, top=top or _TOP, front=chart is not None
-        )
+        config, overrides = _searchable(conf, overrides)
+        if write is not None:
+            _check_slots(config, gpus or 1)
+        result = _searched(config, hardware, gpus or 1, top=top or _TOP, front=chart is not None)
         _print_search(result, price)
         if chart is not None:
             from megacore.plan.draw import draw_search
@@ -252,14 +267,13 @@ def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
 
 
 def _searched(
-    conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, *, top: int, front: bool
-) -> tuple["RunConfig", "SearchResult"]:
-    """Return the configuration and the result of its search."""
+    config: "RunConfig", name: str | None, gpus: int, *, top: int, front: bool
+) -> "SearchResult":
+    """Return the result of the search for a layout of a configuration."""
     from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.search import search
     from megacore.plan.vocabulary import expected_vocab_size
 
-    config = _searchable(conf, overrides)
     if name is None:
         hardware = _hardware_of_hosts(config)
         machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
@@ -270,27 +284,45 @@ def _searched(
     else:
         machine = load_machine(name)
     vocab_size = expected_vocab_size(config.data.tokenizer)
-    return config, search(config, vocab_size, machine, gpus, top=top, front=front)
+    return search(config, vocab_size, machine, gpus, top=top, front=front)
 
 
-def _searchable(conf: str, overrides: Mapping[str, Any]) -> "RunConfig":
-    """Return the configuration whose layout is searched.
+def _searchable(conf: str, overrides: Mapping[str, Any]) -> tuple["RunConfig", dict[str, Any]]:
+    """Return the configuration whose layout is searched, and its overrides.
 
-    Raises ConfigError, which names an override of a value that the search chooses itself.
+    A layout of the file that contradicts an override, such as that of the batch, is replaced: the
+    search chooses another one. Raises ConfigError, which names an override of a value that the
+    search chooses itself.
     """
     from megacore.config import load_config
     from megacore.errors import ConfigError
     from megacore.plan.search_result import CHOSEN
 
     try:
-        return load_config(conf, overrides)
+        return load_config(conf, overrides), dict(overrides)
     except ConfigError as error:
+        for stage in ({}, {"deepspeed.zero_stage": 1}):
+            others = {**_ONE_DEVICE, **stage, **overrides}
+            with contextlib.suppress(ConfigError):
+                return load_config(conf, others), others
         for key in CHOSEN:
             if key in overrides and key in str(error):
                 raise ConfigError(
                     f"{error}; --search chooses {key} itself: leave -o {key} out"
                 ) from error
         raise
+
+
+def _check_slots(config: "RunConfig", gpus: int) -> None:
+    """Raise ConfigError if a hostfile starts another number of ranks than is searched for."""
+    from megacore.config.hostfile import hosts_of
+
+    slots = sum(hosts_of(config.launch).values())
+    if slots and slots != gpus:
+        raise _usage(
+            f"--gpus is {gpus} and {config.launch.hostfile} has {slots} slots, which a run of the "
+            f"written configuration would start: give --gpus {slots}, or another launch.hostfile"
+        )
 
 
 def _print_search(result: "SearchResult", price: float | None) -> None:

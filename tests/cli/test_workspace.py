@@ -206,6 +206,31 @@ def test_a_written_layout_of_several_hosts_plans_to_the_time_of_the_search(tmp_p
     assert not target.exists()
 
 
+def test_a_search_for_another_batch_does_not_need_the_layout_of_the_file(tmp_path: Path) -> None:
+    target = tmp_path / "found.yaml"
+    options = ["-o", "train.global_batch_size=512", "--search", "--gpus", "8", "--hardware", "h100"]
+    files = ["--write", str(target)]
+    result = CliRunner().invoke(app, ["plan", "codeparrot-small", *options, *files])
+    assert result.exit_code == 0, result.exception  # 512 is no multiple of the file's 12 x 8
+    config = load_config(str(target))
+    assert 512 % (8 * config.train.micro_batch_size) == 0
+    engine = ["-o", "engine=deepspeed"]  # the file has fp16, which DeepSpeed has from stage 1 on
+    result = CliRunner().invoke(app, ["plan", "gpt2-345m", *engine, *options])
+    assert result.exit_code == 0, result.exception
+
+
+def test_a_layout_is_not_written_for_another_number_of_slots(tmp_path: Path) -> None:
+    hosts, target = tmp_path / "hosts", tmp_path / "found.yaml"
+    hosts.write_text("a slots=8\nb slots=8\n", encoding="utf-8")
+    command = ["plan", "gpt2-tiny", "-o", f"launch.hostfile={hosts}", "--search"]
+    options = ["--hardware", "h100", "--write", str(target), "--gpus"]
+    refused = CliRunner().invoke(app, [*command, *options, "8"])
+    assert f"--gpus is 8 and {hosts} has 16 slots" in str(refused.exception)
+    assert not target.exists()
+    assert CliRunner().invoke(app, [*command, *options, "16"]).exit_code == 0
+    assert target.exists()
+
+
 def test_plan_predicts_a_table(tmp_path: Path) -> None:
     source, output = tmp_path / "runs.csv", tmp_path / "out.csv"
     source.write_text(
