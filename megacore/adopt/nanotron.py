@@ -186,7 +186,8 @@ def translate(settings: Settings, draft: Draft) -> None:
     draft.put("family", "gpt", "nanotron trains decoders")
     for setting in settings:
         NANOTRON.apply(setting, draft)
-    require(settings, draft, _SIZES)
+    if f"{_MODEL}is_mamba_config" not in settings:  # whose sizes have other names; it is refused
+        require(settings, draft, _SIZES)
     _model(settings, draft)
     _qwen2(settings, draft)
     _layout(settings, draft)

@@ -133,9 +133,8 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
             f"{path} does not say gradient_clipping, so that DeepSpeed does not clip; here "
             "--clip-grad counts: set optim.clip_grad to 0 to repeat the run"
         )
-    origins: list[Setting | str] = [
-        each for each in (flag, path, used) if each is not None and not each.unknown
-    ]
+    known = None if flag is not None and flag.unknown else flag
+    origins: list[Setting | str] = [each for each in (known, path, used) if each is not None]
     if "deepspeed.zero_stage" in draft.values:
         stage = draft.get("deepspeed.zero_stage")
     offload = None

@@ -687,6 +687,15 @@ def test_sizes_that_no_key_says_are_missing(tmp_path: Path) -> None:
     assert [name for _, name in result.draft.missing] == ["model.hidden_size"]
 
 
+def test_a_mamba_of_nanotron_is_refused_as_such(tmp_path: Path) -> None:
+    text = NANOTRON.replace(
+        "    hidden_size: 512\n", "    d_model: 512\n    is_mamba_config: true\n"
+    )
+    result = adopted(tmp_path, "a.yaml", text)
+    assert (result.outcome, result.draft and result.draft.missing) == ("refused", [])
+    assert any("state-space layers (Mamba)" in text for text in refusals(result))
+
+
 def test_flags_that_wait_for_a_missing_value_are_in_the_remarks(tmp_path: Path) -> None:
     text = GPT.replace("--global-batch-size 16", "--global-batch-size $GBS")
     result = adopted(tmp_path, "gpt.sh", text + "--lr-warmup-iters 5 --bf16")
@@ -707,6 +716,12 @@ def test_words_without_a_flag_are_refused_one_by_one(tmp_path: Path) -> None:
 
 def test_an_interval_of_zero_saves_at_the_end_only(tmp_path: Path) -> None:
     assert config(tmp_path, "--save-interval 0").checkpoint.save_interval == 100
+
+
+def test_the_path_of_a_json_may_be_unknown(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--deepspeed --deepspeed_config ds_$(date).json --zero-stage 1")
+    assert config_of(tmp_path, result).parallel.data_parallel_sharding == "optimizer"
+    assert "this file was not found" in result.text
 
 
 def test_unreadable_values_of_deepspeeds_json_are_refused_by_name(tmp_path: Path) -> None:
