@@ -48,9 +48,9 @@ $(STAMP): $(INSTALL_INPUTS)
 test: $(STAMP)  ## Run the fast tests, 7 to 23 minutes on two cores (ARGS="-k name" for some, JOBS=4)
 	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
 
-# Two at a time: most of these start several processes, some with time limits.
+# Three at a time, on any machine: most of these start several processes, some with time limits; many wait.
 test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
-	$(PYTEST) --numprocesses 2 -m slow $(ARGS) $(NONE_ALLOWED)
+	$(PYTEST) --numprocesses 3 -m slow $(ARGS) $(NONE_ALLOWED)
 
 test-all: test test-slow  ## Run all tests
 
