@@ -157,16 +157,16 @@ def _counted(classes: list[int], column: str) -> tuple[str, ...]:
     """Return the names of the classes 0, 1, …; each must occur in the training split."""
     if classes[0] == _HIDDEN:
         raise DataFormatError(_hidden("train", column))
+    if len(classes) < 2:
+        raise DataFormatError(
+            f"task.label_column {column!r} has only the class {classes[0]} in training: give two"
+        )
     expected = list(range(len(classes)))
     if classes != expected:
         raise DataFormatError(
             f"task.label_column {column!r} has the classes {', '.join(map(str, classes[:_SHOWN]))} "
             "in training, which are not counted from 0 without a gap: number them 0 to "
             f"{len(classes) - 1}, or name all classes in task.labels"
-        )
-    if len(classes) < 2:
-        raise DataFormatError(
-            f"task.label_column {column!r} has only the class 0 in training: give two"
         )
     return tuple(map(str, expected))
 

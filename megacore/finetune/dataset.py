@@ -5,14 +5,17 @@ The source is local files or a data set of the Hugging Face hub.
 
 import glob
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import parse_json, workspace_errors
 from megacore.config.finetune import FileRows, FinetuneDataConfig, HubRows
 from megacore.corpus.documents import SourceFile
-from megacore.corpus.formats import decompress, file_format_of, lines, pieces
+from megacore.corpus.formats import decompress, file_format_of, lines
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 
@@ -201,6 +204,11 @@ _ADVICE = "shorten or split the row"
 _SHOWN = 80
 _NO_ROWS = "corresponds to no data"
 """Part of the message that `datasets` raises for files without rows."""
+_TIME = re.compile(rb'(?<!\\)"(?=\d{4}-\d\d-\d\d(?:[ T][\d:.,Z+-]*)?"(?!\s*:))')
+"""Opening quote of a JSON text, not a key, that `datasets` reads as a date or a point in time."""
+_MARKED = re.compile(r"\0(?=\d{4}-\d\d-\d\d)")
+"""Beginning of such a text while `datasets` reads it, so that it stays a text: with a NUL before
+it."""
 
 
 def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset":
@@ -210,13 +218,15 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     has other columns.
     """
     suffix = _common_suffix(files, split)
+    times = False
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
-        if suffix == ".jsonl" or path.suffix in _COMPRESSED:
-            for _ in _content(path, suffix):  # `datasets` bounds neither lines nor what is unpacked
-                pass
+        for part in _content(path, suffix):
+            times = times or (_is_json(suffix) and _TIME.search(part) is not None)
     try:
+        if times:
+            return _load_times_as_text(files, suffix, cache_directory)
         return _load(files, suffix, cache_directory)
     except DataFormatError:
         for path in files:
@@ -225,10 +235,50 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
 
 
 def _content(path: Path, suffix: str) -> Iterator[bytes]:
-    file_format = file_format_of(path)
-    if suffix == ".jsonl":
-        return pieces(path, file_format, _ROW_BYTES, _ADVICE)
-    return decompress(path, file_format)
+    """Yield the lines of JSON, and what other compressed files unpack to.
+
+    `datasets` bounds neither.
+    """
+    if _is_json(suffix):
+        return lines(path, _ROW_BYTES if suffix == ".jsonl" else sys.maxsize, _ADVICE)
+    return decompress(path, file_format_of(path)) if path.suffix in _COMPRESSED else iter(())
+
+
+def _is_json(suffix: str) -> bool:
+    return _READERS[suffix][0] == "json"
+
+
+def _load_times_as_text(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
+    """Return the rows of JSON files in which texts are dates or points in time, as written.
+
+    `datasets` would convert the column of a file, or of a part of it, that has only such texts.
+    """
+    with workspace_errors(cache_directory):
+        cache_directory.mkdir(parents=True, exist_ok=True)
+        temporary = TemporaryDirectory(prefix="marked-", dir=cache_directory)
+    with temporary as folder:
+        copies = [Path(folder, f"{number}{suffix}") for number in range(len(files))]
+        for path, copy in zip(files, copies, strict=True):
+            with workspace_errors(copy), open(copy, "wb") as file:
+                for number, line in enumerate(_content(path, suffix)):
+                    file.write(b"\n" * bool(number) + _TIME.sub(rb'"\\u0000', line))
+        rows = _load(copies, suffix, cache_directory, files)
+    with disk_errors(cache_directory):
+        return rows.map(
+            lambda batch: {name: _unmarked(batch[name]) for name in batch},
+            batched=True,
+            features=rows.features,
+        )
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[1:] if _MARKED.match(value) else value
+    if isinstance(value, list):
+        return [_unmarked(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _unmarked(each) for name, each in value.items()}
+    return value
 
 
 def _common_suffix(files: list[Path], split: str) -> str:
@@ -254,7 +304,10 @@ def suffix_of(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix.lower()
 
 
-def _load(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
+def _load(
+    files: list[Path], suffix: str, cache_directory: Path, originals: list[Path] | None = None
+) -> "Dataset":
+    """Return the rows of files. Errors name `originals`, if `files` are copies of them."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -269,7 +322,7 @@ def _load(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
                 **options,
             )
     except (DatasetsError, OSError, ValueError, RuntimeError, EOFError) as error:
-        named = ", ".join(map(str, files[:3])) + (", …" if len(files) > 3 else "")
+        named = ", ".join(map(str, (originals or files)[:3])) + (", …" if len(files) > 3 else "")
         if _NO_ROWS in str(error):
             raise DataFormatError(f"{named} has no rows: check data.source") from error
         raise DataFormatError(
@@ -295,8 +348,9 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
     if not line.strip():
         return
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+        json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    except ValueError as error:
         raise DataFormatError(
             f"{path}, line {number}: not JSON ({error}): "
             f"{line[:_SHOWN].decode('utf-8', 'replace')!r}"

@@ -45,6 +45,8 @@ LABELS = "labels"
 _ROWS_PER_READ = 10_000
 _ROWS_PER_WORKER = 5_000
 """Minimum rows per process: with fewer rows, starting the process takes longer than its work."""
+_SHOWN = 80
+"""Maximum number of characters of a value in an error message."""
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -129,6 +131,8 @@ def check_columns(
 def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
     feature = rows.features[column]
     kind = getattr(feature, "dtype", type(feature).__name__)
+    if kind == "Json":  # values of several types, in JSON
+        raise _other_than_text(rows, split, field, column)
     if kind not in ("string", "large_string", "null"):
         raise DataFormatError(
             f"task.{field} is {column!r}, which holds {kind} in the {split} split instead of text: "
@@ -139,7 +143,8 @@ def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
         if text is None:
             raise DataFormatError(
                 f"row {number} of the {split} split has no text in column {column!r} "
-                f"(task.{field}): fill or remove it"
+                f"(task.{field}): fill or remove it; in .csv and .tsv, NA, None, null and nan are "
+                "no text"
             )
         empty = empty and not text.strip()
     if empty:
@@ -147,6 +152,17 @@ def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
             f"column {column!r} (task.{field}) is empty in every row of the {split} split: name "
             "another, or repair it"
         )
+
+
+def _other_than_text(rows: "Dataset", split: str, field: str, column: str) -> DataFormatError:
+    """Return the error for a column that has texts and other values."""
+    number, value = next(
+        (number, value) for number, value in enumerate(rows[column]) if not isinstance(value, str)
+    )
+    return DataFormatError(
+        f"row {number} of the {split} split has {str(value)[:_SHOWN]} in column {column!r} "
+        f"(task.{field}), where other rows have text: write it as text, in quotes"
+    )
 
 
 def encode_texts(

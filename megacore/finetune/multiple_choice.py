@@ -102,7 +102,13 @@ def _check_choices(rows: "Dataset", split: str, column: str, count: int) -> None
                 f"row {number} of the {split} split has {found} choices in column {column!r}, and "
                 f"the first row of training has {count}: give every row as many"
             )
-        if not all(isinstance(choice, str) and choice.strip() for choice in choices):
+        other = next((each for each in choices if not isinstance(each, str | None)), None)
+        if other is not None:
+            raise DataFormatError(
+                f"row {number} of the {split} split has the choice {other} in column {column!r}, "
+                "where every row needs texts: write all choices as text, in quotes"
+            )
+        if not all(choice and choice.strip() for choice in choices):
             raise _empty_choice(number, split, column)
 
 

@@ -354,6 +354,7 @@ def test_regression_reads_numbers() -> None:
         ),
         ([1, 2], None, {}, r"the classes 1, 2 in training, .*number them 0 to 1"),
         ([0, 0], None, {}, r"has only the class 0 in training"),
+        ([1, 1], None, {}, r"has only the class 1 in training: give two"),
         (["a", "a"], None, {}, r"has only the class 'a' in training"),
         (
             [0, 1],

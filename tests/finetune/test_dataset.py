@@ -95,6 +95,36 @@ def test_lines_of_text_files_are_rows(tmp_path: Path) -> None:
     ]
 
 
+DATES = ["2020-02-01", "1999-12-31 10:20", "2020-01-01T10:20:30.5Z"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+def test_dates_in_json_stay_as_written(suffix: str, tmp_path: Path) -> None:
+    train = [
+        {"target": date, "choices": [date, None], "note": {"of": date}, "id": number}
+        for number, date in enumerate(DATES)
+    ]
+    # Text in one file, and only dates in another, of which each has its own types.
+    others = [{**train[0], "target": text} for text in ('the "2020-01-01', "\0", "2020-01-01")]
+    paths = [
+        write(tmp_path / f"{number}{suffix}", rows) for number, rows in enumerate((train, others))
+    ]
+    source = {"kind": "files", "train": [str(path) for path in paths], "valid": [str(paths[0])]}
+    data = FinetuneDataConfig.model_validate({"source": source})
+    counts, directory = collect(data, tmp_path)
+    assert counts == {"train": 6, "valid": 3}
+    assert rows_of(directory, "train") == [*train, *others]
+    assert rows_of(directory, "valid") == train
+    assert not list((tmp_path / "cache").glob("marked-*"))
+
+
+@pytest.mark.parametrize("key", [b'"2020-01-01"', b'"2020-01-01" '])
+def test_a_date_as_key_stays_as_written(key: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"{" + key + b': "2020-01-01"}\n')
+    assert list(dataset.read_files([path], "train", tmp_path)) == [{"2020-01-01": "2020-01-01"}]
+
+
 def test_files_of_a_glob_are_read_in_order(tmp_path: Path) -> None:
     for number in (2, 0, 1):
         write_rows(tmp_path / f"part-{number}.jsonl", ROWS[number * 4 : number * 4 + 4])
@@ -285,6 +315,22 @@ def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\n' + b'{"a": ' + b"[" * 200_000 + b"\n")
     with pytest.raises(DataFormatError, match=r"deep\.jsonl, line 2: not JSON"):
         dataset._check_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"a": "x", "a": "2020-01-01"}', "the key a is given twice"),
+        (b'{"a": "\\ud800"}', "surrogates not allowed"),
+    ],
+)
+def test_line_that_only_python_reads_is_refused_with_its_number(
+    line: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"a": "1"}\n' + line + b"\n")
+    with pytest.raises(DataFormatError, match=rf"bad\.jsonl, line 2: not JSON .*{message}"):
+        dataset.read_files([path], "train", tmp_path)
 
 
 def test_row_over_the_limit_has_advice_that_fits(

@@ -331,6 +331,13 @@ def test_configured_classes_may_rename_but_not_reorder_those_of_the_data(
             ),
         ),
         (
+            "seq2seq",
+            "blenderbot",
+            [*copy_rows(1), {"source": "the", "target": 7}],
+            {},
+            r"row 1 of the train split has 7 in column 'target' \(task\.target_column\), .*quotes",
+        ),
+        (
             "causal_lm",
             "gpt2",
             [{"text": " "}] * 3,

@@ -166,6 +166,8 @@ def test_a_column_for_each_choice(bert: Path, tmp_path: Path) -> None:
         ({"label": "D"}, {}, r"row 1 .* has 'D' in task\.label_column 'label', .* A to C"),
         ({"choices": ["good", "bad"]}, {}, r"row 1 .* has 2 choices .* training has 3"),
         ({"choices": ["good", "bad", " "]}, {}, r"row 1 of the train split has a choice without"),
+        ({"choices": ["good", "bad", None]}, {}, r"row 1 of the train split has a choice without"),
+        ({"choices": ["good", 7, "bad"]}, {}, r"row 1 .* the choice 7 in .* write all .* as text"),
         ({}, {"choices_columns": ["context"]}, r"has a str in column 'context' .* a list of two"),
         ({}, {"max_length": 4}, r"task\.max_length is 4, which the special tokens .* to 5 or more"),
     ],
