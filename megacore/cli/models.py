@@ -338,7 +338,7 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
     texts = list(options)
     if file is not None:
         try:
-            lines = regular(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = regular(file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataFormatError(
                 f"{file} cannot be read ({error}): give a text file with a prompt per line"

@@ -151,14 +151,14 @@ def read_wikitext(path: Path, tokenizer: Tokenizer) -> WikiText:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file without translating line ends.
+    """Read a UTF-8 file without byte order mark, and without translating line ends.
 
     Raises:
         DataFormatError: if the file cannot be read or is not UTF-8.
     """
     try:
         with access_errors(path):
-            return regular(path).read_bytes().decode("utf-8")
+            return regular(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}: check the path") from error
     except UnicodeDecodeError as error:

@@ -37,7 +37,7 @@ def test_every_layout_and_form_gives_the_same_tokens(files: Files) -> None:
 
 
 def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_path: Path) -> None:
-    (tmp_path / "prompts").write_text("the value of\nthe sum\n", encoding="utf-8")
+    (tmp_path / "prompts").write_text("\ufeffthe value of\nthe sum\n", encoding="utf-8")
     options = ("--prompt", "step", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 4)
     text = output(
         "generate",

@@ -42,6 +42,14 @@ def test_wikitext_is_one_detokenized_text_with_its_original_word_count(
     assert text.words == 12
 
 
+def test_a_byte_order_mark_is_skipped(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = read_wikitext(write(tmp_path / "wiki", "\ufeffthe value"), tokenizer)
+    assert tokenizer.decode(text.tokens) == "the value"
+    lines = f"\ufeff{json.dumps({'text': 'the value'})}\n"
+    (passage,) = read_lambada(write(tmp_path / "lambada", lines), tokenizer)
+    assert tokenizer.decode(passage.context) == "the"
+
+
 def test_lambada_is_split_before_its_last_word(tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts = ["the value of the value", "not  the\nsum", "über größe sum"]
     lines = "\n".join(json.dumps({"text": text, "other": 1}) for text in texts)
