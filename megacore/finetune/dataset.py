@@ -194,7 +194,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"delimiter": "\t"}),
     ".parquet": ("parquet", {}),
     # Only running text is read from .txt files, and there line breaks are significant.
-    ".txt": ("text", {"keep_linebreaks": True}),
+    ".txt": ("text", {"keep_linebreaks": True, "encoding": "utf-8-sig"}),
 }
 """Reader of `datasets` and its options, by suffix."""
 _COMPRESSED = (".gz", ".zst")

@@ -13,7 +13,7 @@ import zstandard
 
 from megacore.artifact.manifest import list_files
 from megacore.config.finetune import FinetuneDataConfig
-from megacore.corpus.formats import DOCUMENT_BYTES
+from megacore.corpus.formats import BOM, DOCUMENT_BYTES
 from megacore.errors import DataFormatError, DownloadError
 from megacore.finetune import dataset
 from megacore.finetune.dataset import collect_rows, dataset_fingerprint, open_split
@@ -93,6 +93,15 @@ def test_lines_of_text_files_are_rows(tmp_path: Path) -> None:
         "\n",
         "One line .\n",
     ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".txt"])
+def test_a_byte_order_mark_is_skipped(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{suffix}"
+    rows = [{"text": "the" if suffix == ".txt" else "2020-01-01"}]
+    content = b"the" if suffix == ".txt" else write(path, rows).read_bytes()
+    path.write_bytes(BOM + content)
+    assert list(dataset.read_files([path], "train", tmp_path)) == rows
 
 
 DATES = ["2020-02-01", "1999-12-31 10:20", "2020-01-01T10:20:30.5Z"]
