@@ -336,6 +336,11 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
     from megacore.artifact.files import regular
 
     texts = list(options)
+    broken = next(
+        (text for text in texts if any("\ud800" <= each <= "\udfff" for each in text)), None
+    )
+    if broken is not None:
+        raise ConfigError(f"--prompt {broken!r} has bytes that are not UTF-8: give text in UTF-8")
     if file is not None:
         try:
             lines = regular(file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")

@@ -68,6 +68,7 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
         ),
         (("--prompt", "zq" * 40), ConfigError, "prompt 1 has 80 tokens and the model 64 positions"),
         (("--prompt", "a", "--prompt-file", "nowhere"), DataFormatError, "nowhere cannot be read"),
+        (("--prompt", "a", "--prompt", "b\udcff"), ConfigError, r"--prompt 'b\udcff' has bytes"),
         (
             ("--prompt", "a", "--precision", "fp8"),
             ConfigError,
