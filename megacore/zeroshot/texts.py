@@ -247,6 +247,7 @@ def _divided(line: str, where: str) -> tuple[str, str]:
     """Split a line's passage into the text before the last word, and the last word."""
     try:
         text = json.loads(line)["text"]
+        text.encode()  # refuses half of a surrogate pair
         words = text.split()
     except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataFormatError(

@@ -95,6 +95,7 @@ def test_no_space_is_added_before_the_last_word_of_lambada(tmp_path: Path) -> No
         ),
         ('{"text": "a b"}\nnot json', "lambada:2 is no JSON object"),
         ('{"text": 5}', "lambada:1 is no JSON object"),
+        ('{"text": "a \\ud800"}', "lambada:1 is no JSON object"),
         ("[1]", "lambada:1 is no JSON object"),
         ('{"text": ' + "[" * 200_000, "lambada:1 is no JSON object"),
         ('{"text": " word "}', "lambada:1 has 1 words: a passage needs at least 2"),
