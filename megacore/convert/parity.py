@@ -424,7 +424,7 @@ def compare_tokenizers(
         )
         encoded += same
         report.tokenizer_tokens += len(expected) if same else 0
-        decoded += theirs.decode(list(sample)) == text
+        decoded += theirs.decode(list(sample)) == ours.decode_as_exported(sample)
     if encoded < len(texts):
         report.problems.append(
             f"its tokenizer encodes {len(texts) - encoded} of {len(texts)} validation texts to "

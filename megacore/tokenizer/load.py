@@ -70,6 +70,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         """Return the text of the ids, including special tokens."""
 
+    def decode_as_exported(self, ids: Sequence[int]) -> str:
+        """Return the text that transformers decodes from the ids with the files of `save`."""
+        return self.decode(ids)
+
     @abstractmethod
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the vocabulary lacks it."""

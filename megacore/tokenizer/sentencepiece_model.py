@@ -21,6 +21,9 @@ from megacore.tokenizer.load import (
     check_new,
 )
 
+_SPACE = "▁"
+"""Character that a piece has in place of a space."""
+
 
 class SentencePieceModel(Tokenizer):
     """A SentencePiece `.model`.
@@ -74,6 +77,15 @@ class SentencePieceModel(Tokenizer):
         """Return the text of the ids; control symbols are omitted."""
         return str(self._processor.decode([int(token) for token in ids]))
 
+    def decode_as_exported(self, ids: Sequence[int]) -> str:
+        """Return the text that transformers 5 decodes, which is that of the joined pieces.
+
+        The bytes of a model with byte fallback stay pieces such as `<0x0A>`, and white space at the
+        ends is removed.
+        """
+        pieces = (str(self._processor.id_to_piece(int(token))) for token in ids)
+        return "".join(pieces).replace(_SPACE, " ").strip()
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece, or None if the vocabulary lacks it."""
         piece_id = int(self._processor.piece_to_id(token))
@@ -106,7 +118,7 @@ class SentencePieceModel(Tokenizer):
         """Write tokenizer.model and tokenizer_config.json.
 
         `AutoTokenizer` of transformers 5 reads them as well, but encodes control symbols in a text
-        as their ids. Raises WorkspaceError.
+        as their ids, and decodes as `decode_as_exported` does. Raises WorkspaceError.
         """
         with workspace_errors(directory):
             (directory / MODEL_NAME).write_bytes(self._model)

@@ -14,12 +14,18 @@ from megacore.convert.export import pass_gate, validation_rows
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.key_map import Entry, KeyMap
-from megacore.convert.parity import load_exported, load_exported_tokenizer
+from megacore.convert.parity import (
+    compare_tokenizers,
+    load_exported,
+    load_exported_tokenizer,
+)
 from megacore.convert.report import ParityReport
 from megacore.convert.source import CheckpointTensors
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+from megacore.tokenizer.vocabulary import special_tokens
 from tests.convert.conftest import Exported
 
 
@@ -253,6 +259,34 @@ def test_a_wrong_tokenizer_fails_the_gate(exported: Exported, tmp_path: Path) ->
     assert "logits differ" not in message
     assert report["tokenizer_tokens"] == 0
     assert report["first_differing_layer"] is None
+
+
+def test_a_sentencepiece_model_with_bytes_passes_the_gate(tmp_path: Path) -> None:
+    import sentencepiece
+
+    text = "the quick brown fox\n  jumps over the lazy dog, größe 💡\n"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.splitlines() * 40),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    ours = SentencePieceModel.read(tmp_path / "m.model")
+    ours.save(tmp_path)
+    theirs = load_exported_tokenizer(tmp_path)
+    report = ParityReport(1e-4)
+    ids = ours.encode(text * 3).tolist()
+    samples = [ids[start : start + 16] for start in range(0, len(ids), 16)]
+    compare_tokenizers(report, ours, theirs, special_tokens(ours), samples)
+    assert report.problems == []
+    assert report.tokenizer_tokens > 50
+    theirs.decode = lambda ids: "".join(theirs.convert_ids_to_tokens(ids))
+    compare_tokenizers(report, ours, theirs, special_tokens(ours), samples)
+    assert "samples to another text" in report.problems[0]
 
 
 def test_a_wrong_end_of_document_fails_the_gate(exported: Exported) -> None:

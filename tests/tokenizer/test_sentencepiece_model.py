@@ -22,9 +22,8 @@ def train(folder: Path, **options: object) -> SentencePieceTokenizer:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_prefix=str(folder / "m"),
-        vocab_size=32,
         minloglevel=2,
-        **options,
+        **{"vocab_size": 32, **options},
     )
     return SentencePieceTokenizer(kind="sentencepiece", model_file=str(folder / "m.model"))
 
@@ -65,6 +64,30 @@ def test_transformers_encodes_equally(tmp_path: Path, out: Path, model_type: str
             == load_tokenizer(out).encode(text).tolist()
         )
     assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id) == ("</s>", 2)
+
+
+BYTES = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "vocab_size": 300,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
+"""Options such as those of Llama 2's model."""
+
+
+@pytest.mark.parametrize("options", [{}, {"model_type": "bpe"}, BYTES])
+def test_text_of_an_export_is_that_of_transformers(
+    tmp_path: Path, out: Path, options: dict[str, object]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    build_tokenizer(train(tmp_path, **options), [], out)
+    tokenizer, theirs = load_tokenizer(out), transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("hello world", "  hello \n 💡 world  \n", "größe"):
+        ids = tokenizer.encode(text).tolist()
+        for part in (ids, ids[:-1], ids[1:]):
+            known = [token for token in part if token != tokenizer.token_id("<unk>")]
+            assert tokenizer.decode_as_exported(known) == theirs.decode(known)
 
 
 def test_documents_end_with_the_end_of_sentence_piece(tmp_path: Path, out: Path) -> None:
