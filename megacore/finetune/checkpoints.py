@@ -153,8 +153,10 @@ Beat = Callable[[str], None]
 
 
 PROGRESS_NAME = "progress.json"
-_VERSION = 2
-"""Format version. Version 1 was stored next to files of Accelerate's save_state."""
+_VERSION = 3
+_READABLE = (2, _VERSION)
+"""Versions that can be read. Version 1 was stored next to files of Accelerate's save_state; version
+2 has no `interval_losses`."""
 
 
 @dataclass
@@ -187,6 +189,9 @@ class Progress:
     """Duration of the last evaluation."""
     skipped: int = 0
     """Number of consecutive steps that fp16 skipped because a gradient overflowed."""
+    interval_losses: list[float] = field(default_factory=list)
+    """Loss of each step since the last step event, so that a run resumed within a log interval
+    reports the mean of the whole interval."""
 
     @property
     def own_metrics(self) -> dict[str, float] | None:
@@ -202,10 +207,11 @@ class Progress:
         """Read the values of a checkpoint. Raises CheckpointError."""
         fields = dict(values)
         version = fields.pop("version", None)
-        if version != _VERSION:
+        if version not in _READABLE:
             raise CheckpointError(
                 f"a checkpoint's {PROGRESS_NAME} has version {version}, this version reads "
-                f"{_VERSION}: install the version of megacore that wrote it"
+                f"{' and '.join(map(str, _READABLE))}: install the version of megacore that wrote "
+                "it"
             )
         try:
             return cls(**fields)

@@ -97,25 +97,19 @@ def duration(seconds: float) -> str:
 
 
 class Meter:
-    """Losses and times of a log interval; evaluations and saves do not count as training."""
+    """Times of a log interval; evaluations and saves do not count as training."""
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
         """Initialize the meter; the clock starts with `start`."""
         self._schedule, self._device = schedule, device
-        self._losses: list[float] = []
         self._since = self._epoch_since = time.monotonic()
         self._samples = self._tokens = self._iteration = 0
 
     def start(self, progress: Progress) -> None:
-        """Start an interval."""
-        self._losses = []
+        """Start the clock of an interval, after a resume that of its rest."""
         self._samples, self._tokens = progress.consumed_samples, progress.consumed_tokens
         self._iteration = progress.iteration
         self._since = time.monotonic()
-
-    def add(self, loss: float) -> None:
-        """Record the loss of a step."""
-        self._losses.append(loss)
 
     def lap(self) -> float:
         """Return the seconds of training since the last lap, or since `resume`."""
@@ -131,7 +125,11 @@ class Meter:
     def report(
         self, progress: Progress, *, lr: float, grad_norm: float | None, loss_scale: float | None
     ) -> FinetuneReport:
-        """End the interval, return its report, and start the next one."""
+        """End the interval, return its report, and start the next one.
+
+        The loss is the mean over the interval, and the rates are those since the last `start`.
+        """
+        losses, progress.interval_losses = progress.interval_losses, []
         steps = max(1, progress.iteration - self._iteration)
         seconds = max(time.monotonic() - self._since, 1e-9)
         passes = progress.epoch + progress.batches / self._schedule.batches_per_epoch
@@ -139,7 +137,7 @@ class Meter:
             iteration=progress.iteration,
             total_iterations=self._schedule.total_steps,
             epoch=round(passes, 4),
-            loss=sum(self._losses) / len(self._losses) if self._losses else float("nan"),
+            loss=sum(losses) / len(losses) if losses else float("nan"),
             lr=lr,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
@@ -323,7 +321,7 @@ class Finetuner:
         progress.batches += step.batches
         progress.consumed_samples += step.samples
         progress.consumed_tokens += step.tokens
-        self._meter.add(step.loss)
+        progress.interval_losses.append(step.loss)
         last = progress.iteration == self._schedule.total_steps
         reason = None if last else self._stop.reason(step.notices, progress.iteration)
         if progress.iteration % train.log_interval == 0 or last:

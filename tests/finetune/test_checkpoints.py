@@ -67,6 +67,18 @@ def test_run_stopped_by_a_file_within_an_epoch_is_resumed_exactly(
     assert same_run(unbroken, resumed)
 
 
+def test_run_resumed_within_a_log_interval_logs_the_mean_of_the_whole_interval(
+    unbroken: Run, tiny_root: Path, tmp_path: Path
+) -> None:
+    configuration = config(train=TRAIN | {"log_interval": 4})
+    run(configuration, TinyTask(tiny_root / "dropout", signal_at=2), tmp_path)
+    resumed = run(configuration, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert resumed.of("start")[-1]["resumed_from"] == 2
+    first, rest = unbroken.losses[:4], unbroken.losses[4:]
+    assert [event["iteration"] for event in resumed.of("step")] == [4, 6]
+    assert resumed.losses == [sum(first) / 4, sum(rest) / 2]
+
+
 def test_resumed_run_does_the_evaluation_a_signal_prevented(
     unbroken: Run, tiny_root: Path, tmp_path: Path
 ) -> None:
@@ -270,3 +282,9 @@ def test_progress_of_another_version_is_refused() -> None:
     assert Progress.from_json(Progress(iteration=3).to_json()).iteration == 3
     with pytest.raises(CheckpointError, match="has version 99"):
         Progress.from_json(Progress().to_json() | {"version": 99})
+
+
+def test_progress_without_the_losses_of_its_interval_is_read() -> None:
+    values = Progress(iteration=3).to_json() | {"version": 2}
+    del values["interval_losses"]
+    assert Progress.from_json(values) == Progress(iteration=3)
