@@ -269,13 +269,17 @@ def _values_at(a: RunRecord, b: RunRecord, step: int, name: str) -> tuple[Any, A
     """Return the values of both runs at a common step.
 
     Means and counts of different log intervals are over the iterations since the last one that ends
-    an interval of both runs; both are None if the event of an interval in between is missing.
+    an interval of both runs; both are None if there is none, or if the event of an interval in
+    between is missing.
     """
     ours, theirs = a.steps[step].get(name), b.steps[step].get(name)
     if name not in _AVERAGED + _COUNTED:
         return ours, theirs
     ends, their_ends = _ends(a, step), _ends(b, step)
-    first = max({begin for begin, _ in ends} & {begin for begin, _ in their_ends})
+    common = {begin for begin, _ in ends} & {begin for begin, _ in their_ends}
+    if not common:
+        return None, None
+    first = max(common)
     if first == ends[0][0] == their_ends[0][0]:
         return ours, theirs
     values = [
@@ -288,11 +292,25 @@ def _values_at(a: RunRecord, b: RunRecord, step: int, name: str) -> tuple[Any, A
 def _ends(record: RunRecord, step: int) -> list[tuple[int, int]]:
     """Return the log intervals up to a logged step, the last one first.
 
-    An interval is given by the iterations after which it begins and ends.
+    An interval is given by the iterations after which it begins and ends. The first one in the list
+    may begin where no event is.
     """
+    ends, end = [], step
+    while end in record.steps:
+        begin = end - _iterations(record, end)
+        ends.append((begin, end))
+        end = begin
+    return ends
+
+
+def _iterations(record: RunRecord, end: int) -> int:
+    """Return the number of iterations of the log interval that ends with a logged step."""
+    recorded = record.steps[end].get("interval_iterations")
+    if isinstance(recorded, int) and recorded > 0:
+        return recorded
+    # Records of earlier versions do not have it; their log_interval may have changed in a resume.
     interval = record.values.get("train", {}).get("log_interval") or 1
-    last = (step - 1) // interval * interval
-    return [(last, step), *((end - interval, end) for end in range(last, 0, -interval))]
+    return (end - 1) % interval + 1
 
 
 def _over(record: RunRecord, intervals: list[tuple[int, int]], name: str) -> float | None:

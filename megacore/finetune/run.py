@@ -46,6 +46,8 @@ class FinetuneReport:
     """Passes over the training split, as a fraction."""
     loss: float
     """Mean over the interval's steps and all ranks."""
+    interval_iterations: int
+    """Number of steps of the interval, the last of which is `iteration`."""
     lr: float
     """Learning rate of the last step."""
     grad_norm: float | None
@@ -138,6 +140,7 @@ class Meter:
             total_iterations=self._schedule.total_steps,
             epoch=round(passes, 4),
             loss=sum(losses) / len(losses) if losses else float("nan"),
+            interval_iterations=len(losses),
             lr=lr,
             grad_norm=grad_norm,
             loss_scale=loss_scale,

@@ -67,6 +67,9 @@ class StepReport:
     """Number of skipped iterations in this interval."""
     nan_iterations: int
     """Number of iterations with a NaN loss in this interval."""
+    interval_iterations: int
+    """Number of iterations of this interval, the last of which is `iteration`. Losses and counts
+    are over them; after a resume, rates are over those of the attempt."""
     samples_per_second: float
     tokens_per_second: float
     tokens_per_second_per_rank: float

@@ -131,6 +131,7 @@ class RateMeter:
             grad_norm=update.grad_norm,
             skipped_iterations=state.interval.skipped_iterations,
             nan_iterations=state.interval.nan_iterations,
+            interval_iterations=state.interval.iterations,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_rank=tokens_per_second / self._ranks,

@@ -27,6 +27,11 @@ class LogInterval:
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
+    @property
+    def iterations(self) -> int:
+        """Number of iterations, applied and skipped."""
+        return max(map(len, self.losses.values()), default=0) + self.skipped_iterations
+
     def add(self, losses: Mapping[str, float]) -> None:
         """Append an applied iteration's losses, by name."""
         for name, loss in losses.items():

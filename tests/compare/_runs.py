@@ -92,6 +92,7 @@ def _step(step: int, run: Written, settings: Any) -> dict[str, Any]:
         "loss_scale": 1.0,
         "skipped_iterations": 0,
         "nan_iterations": 0,
+        "interval_iterations": len(steps),
     }
     return values | dict(run.values(step))
 

@@ -85,6 +85,33 @@ def test_losses_of_a_pretraining_are_compared_over_applied_iterations() -> None:
     assert (first.step, first.a, first.b) == (8, pytest.approx(11.75 / 7), pytest.approx(12 / 7))
 
 
+def test_log_intervals_that_a_resume_changed_are_compared_over_their_own_iterations() -> None:
+    losses = [4.0, 3.0, 2.5, 2.0, 1.5, 1.25, 1.0, 0.5]
+    whole = logged("lm_loss", 8, losses)
+    # Stopped after iteration 3 with an interval of 2, and resumed with an interval of 5.
+    ends = {2: 2, 5: 3, 8: 3}
+    steps = {
+        end: {
+            "lm_loss": sum(losses[end - count : end]) / count,
+            "skipped_iterations": 0,
+            "interval_iterations": count,
+        }
+        for end, count in ends.items()
+    }
+    changed = RunRecord(Path("run"), {"config": {"train": {"log_interval": 5}}}, None, steps=steps)
+    assert _first_difference(changed, whole, "lm_loss") is None
+    steps[5] = steps[5] | {"lm_loss": 2.5}
+    first = _first_difference(changed, whole, "lm_loss")
+    assert first is not None
+    assert (first.step, first.a, first.b) == (8, pytest.approx(17.25 / 8), pytest.approx(15.75 / 8))
+
+
+def test_log_intervals_without_a_common_begin_are_not_compared() -> None:
+    record, other = (logged("lm_loss", 8, [3.0] * 7 + [last]) for last in (3.0, 2.0))
+    other.steps[8] = {**other.steps[8], "interval_iterations": 5}
+    assert _first_difference(record, other, "lm_loss") is None
+
+
 def test_losses_of_fine_tunings_are_compared() -> None:
     losses = [3.0, 2.5, 2.0, 1.5]
     often, seldom = logged("loss", 1, losses), logged("loss", 4, losses)

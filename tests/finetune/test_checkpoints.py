@@ -77,6 +77,7 @@ def test_run_resumed_within_a_log_interval_logs_the_mean_of_the_whole_interval(
     first, rest = unbroken.losses[:4], unbroken.losses[4:]
     assert [event["iteration"] for event in resumed.of("step")] == [4, 6]
     assert resumed.losses == [sum(first) / 4, sum(rest) / 2]
+    assert [event["interval_iterations"] for event in resumed.of("step")] == [4, 2]
 
 
 def test_resumed_run_does_the_evaluation_a_signal_prevented(

@@ -40,6 +40,7 @@ REPORT = StepReport(
     grad_norm=2.5,
     skipped_iterations=15,
     nan_iterations=0,
+    interval_iterations=1,
     samples_per_second=186.5,
     tokens_per_second=190955.1,
     tokens_per_second_per_rank=47738.775,

@@ -53,7 +53,7 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
         state.pop(CONFIG_KEY)  # intervals may differ
     assert states[0] == states[1]
     for kind, values in (
-        ("step", ("lm_loss", "grad_norm", "lr")),
+        ("step", ("interval_iterations", "lm_loss", "grad_norm", "lr")),
         ("evaluation", ("lm_loss",)),
         ("perplexity", ("valid_loss", "valid_ppl", "samples")),
     ):
@@ -220,6 +220,7 @@ def test_step_events_report_consumed_samples_and_throughput(data: Path, tmp_path
     assert last["mfu"] == pytest.approx(last["tflops"])
     assert last["mfu_measured"] == pytest.approx(last["tflops"] / 2)
     assert last["skipped_iterations"] == last["nan_iterations"] == 0
+    assert last["interval_iterations"] == 1
 
 
 def test_losses_by_source_are_those_of_applied_iterations(

@@ -41,6 +41,7 @@ def test_interval_mean_is_over_applied_iterations() -> None:
         interval.add(step)
     interval.skipped_iterations += 1
     assert (interval.mean("lm_loss"), interval.mean("sop_loss")) == (1.5, 0.625)
+    assert interval.iterations == 3
     interval.clear()
     assert interval == LogInterval()
 
