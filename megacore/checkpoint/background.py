@@ -354,6 +354,9 @@ class CheckpointSaver:
             "keep_every": keep_every,
             "keep_best": keep_best,
         }
+        self.losses: dict[int, float] = {}
+        """Validation losses, by iteration, that were measured after the save; for the retention.
+        The first rank has them."""
         self._beat = beat
         self._ranks = RankGroup(group)
         self._shares = Shares(self._ranks)
@@ -558,7 +561,7 @@ class CheckpointSaver:
             )
             seconds = time.monotonic() - flight.began
             deleted = self._ranks.on_first(
-                lambda: apply_retention(self._root, in_use=path, **self._keep)
+                lambda: apply_retention(self._root, in_use=path, losses=self.losses, **self._keep)
             )
             stall = flight.stall_seconds if self._asynchronous else seconds
             flight.finished = SaveFinished(path, marker, seconds, stall, deleted)

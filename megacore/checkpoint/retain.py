@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from megacore.artifact.files import sync_directory, workspace_errors
@@ -11,6 +12,7 @@ from megacore.checkpoint.format import (
     MARKER_NAME,
     STALE_SUFFIX,
     TRACKER_NAME,
+    Marker,
     complete_checkpoints,
     exclusive_lock,
     iteration_of,
@@ -26,6 +28,7 @@ def apply_retention(
     keep_every: int | None = None,
     keep_best: bool = True,
     in_use: Path | None = None,
+    losses: Mapping[int, float] | None = None,
 ) -> list[Path]:
     """Delete the complete checkpoints in `root` that no rule keeps; return them, oldest first.
 
@@ -33,8 +36,10 @@ def apply_retention(
     with the lowest validation loss (the older on a tie) if `keep_best`, `in_use`, and those that
     are being read (`format.reading`). The newest is always kept, so the only complete one is never
     deleted. Incomplete ones are not touched, nor those of later iterations than `in_use`, which
-    the rules ignore. Call it on one rank, while no save is in progress. Raises WorkspaceError if a
-    checkpoint cannot be renamed; what is then left of it is deleted as `delete_stale` describes.
+    the rules ignore. `losses` are validation losses, by iteration, that were measured after the
+    save and are in no marker. Call it on one rank, while no save is in progress. Raises
+    WorkspaceError if a checkpoint cannot be renamed; what is then left of it is deleted as
+    `delete_stale` describes.
     """
     markers = complete_checkpoints(root)
     current = None if in_use is None else iteration_of(in_use)
@@ -46,17 +51,26 @@ def apply_retention(
     kept = set(newest_first[: max(keep_last, 1)])
     if keep_every is not None:
         kept |= {path for path in markers if markers[path].iteration % keep_every == 0}
-    measured = [path for path in markers if markers[path].validation_loss is not None]
+    measured = [
+        (loss, marker.iteration, path)
+        for path, marker in markers.items()
+        if (loss := _loss(marker, losses or {})) is not None
+    ]
     if keep_best and measured:
-        kept.add(
-            min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration))
-        )
+        kept.add(min(measured)[2])
     if in_use is not None:
         kept.add(root / in_use.name)
     with workspace_errors(root):
         return [
             path for path in reversed(newest_first) if path not in kept and _remove_unread(path)
         ]
+
+
+def _loss(marker: Marker, later: Mapping[int, float]) -> float | None:
+    """Return the validation loss of a checkpoint, from its marker if it has one."""
+    if marker.validation_loss is not None:
+        return marker.validation_loss
+    return later.get(marker.iteration)
 
 
 def _remove_unread(directory: Path) -> bool:

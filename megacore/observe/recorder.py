@@ -63,6 +63,16 @@ class Recorder:
                     checkpoints.pop(int(event["iteration"]), None)
         return checkpoints
 
+    def validation_losses(self) -> dict[int, float]:
+        """Return the finite `valid_loss` of each measured iteration (rank 0 only)."""
+        if not self._events:
+            return {}
+        return {
+            int(event["iteration"]): float(event["valid_loss"])
+            for event, _ in EventReader(self._path)
+            if event["kind"] == "perplexity" and isinstance(event["valid_loss"], int | float)
+        }
+
     def kinds_at(self, iteration: int) -> frozenset[str]:
         """Return the kinds of the events of an iteration (rank 0 only)."""
         if not self._events:

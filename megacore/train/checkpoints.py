@@ -1,5 +1,6 @@
 """Checkpoints of one run: resuming, saving, retention and events."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -122,6 +123,7 @@ class RunCheckpoints:
         """
         self._beat_load()
         self._ranks.on_first(self._clean_up_and_report)
+        self._saver.losses.update(self._recorder.validation_losses())
         self._beat_load()
         path = latest_complete_together(
             self.root, self._ranks, log=self._recorder.warning, progress=self._beat_load
@@ -175,6 +177,11 @@ class RunCheckpoints:
         )
         self._progress_due = time.monotonic() + _PROGRESS_INTERVAL
         self.poll()
+
+    def add_loss(self, iteration: int, loss: float) -> None:
+        """Let the retention know a validation loss that was measured after the save."""
+        if math.isfinite(loss):
+            self._saver.losses[iteration] = loss
 
     @property
     def failed(self) -> bool:
@@ -401,7 +408,7 @@ class RunCheckpoints:
 
         A kill may have prevented the retention after the last save.
         """
-        return apply_retention(self.root, in_use=loaded, **self._keep)
+        return apply_retention(self.root, in_use=loaded, losses=self._saver.losses, **self._keep)
 
     def _report_deleted(self, paths: list[Path]) -> None:
         for path in paths:

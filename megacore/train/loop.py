@@ -207,7 +207,8 @@ class Trainer:
             if self.state.iteration > 0 and self._evaluation_due and "evaluation" not in measured:
                 self._evaluate()
             if "perplexity" not in measured:
-                self._measure_perplexity()
+                result = self._measure_perplexity()
+                self._checkpoints.add_loss(self.state.iteration, result.loss)
         except _SignalledError:
             return "signal"
         return None

@@ -60,6 +60,8 @@ LOSSES = {100: 3.0, 200: 2.0, 300: 2.5, 400: 2.0, 500: None, 600: 4.0}
             {"keep_last": 1, "keep_best": False, "in_use": Path("elsewhere/iter_0000600")},
             [600],
         ),
+        # measured after the save; the loss in a marker stays
+        ({"keep_last": 1, "keep_best": True, "losses": {500: 1.9, 600: 1.0}}, [500, 600]),
         # the later ones are damaged: they are neither counted nor deleted
         ({"keep_last": 2, "keep_best": True, "in_use": Path("iter_0000300")}, list(LOSSES)[1:]),
     ],

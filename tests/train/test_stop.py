@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.workspace import STOP_FILE
-from megacore.checkpoint.format import read_tracker
+from megacore.checkpoint.format import checkpoint_directories, iteration_of, read_tracker
 from megacore.config.run import RunConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
+from megacore.train.evaluate import Evaluation
 from megacore.train.stop import StopRequest
 from tests._dist import run_distributed
 from tests.checkpoint._read import read_tensors
@@ -152,6 +153,35 @@ def test_resumed_run_does_the_validation_a_signal_prevented(data: Path, tmp_path
     _runs.train(config, data, tmp_path, attempt=2)
     for kind in kinds:
         assert [event["iteration"] for event in _runs.events(tmp_path, kind)] == [3, 6]
+
+
+def test_best_checkpoint_is_kept_that_was_measured_after_a_signal(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated(*arguments: Any, **options: Any) -> Evaluation:
+        return Evaluation({"lm_loss": next(losses)}, samples=1, tokens=1)
+
+    monkeypatch.setattr("megacore.train.loop.evaluate_split", evaluated)
+    keep = {"save_interval": 1, "keep_last": 1, "keep_best": True}
+    config = run().model_copy(update={"checkpoint": _runs.config(checkpoint=keep).checkpoint})
+    losses = iter([3.0, 2.0])
+    with pytest.raises(PreemptedError):
+        train_with_action(3, preempt, config, data, tmp_path)
+    losses = iter([1.0, 4.0])
+    with pytest.raises(PreemptedError):
+        train_with_action(2, preempt, config, data, tmp_path, attempt=2)
+    assert reported(tmp_path, "checkpoint", "validation_loss")[-2:] == [(4, 4.0), (5, None)]
+    losses = iter([5.0, 6.0])
+    _runs.train(config, data, tmp_path, attempt=3)
+    assert kept(tmp_path) == [3, 6]
+    # nothing has to be measured in a start after the last one: the loss is in the events
+    _runs.train(config, data, tmp_path, attempt=4)
+    assert kept(tmp_path) == [3, 6]
+
+
+def kept(directory: Path) -> list[int | None]:
+    """Return the iterations of a run's checkpoints."""
+    return [iteration_of(path) for path in checkpoint_directories(directory / "checkpoints")]
 
 
 @pytest.fixture
