@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megacore.artifact import Workspace
+from megacore.artifact.files import reason_of
 from megacore.errors import ConfigError, WorkspaceError
 from tasks._environment import (
     PREFECT_DATABASE,
@@ -117,8 +118,8 @@ def generated_login(workspace: Workspace) -> tuple[Login, bool]:
         login = Login.read(workspace)
     except (OSError, ValueError) as error:
         raise WorkspaceError(
-            f"{path}, the password of the servers, cannot be used ({error}): delete it, then make "
-            "server makes another; a workspace has servers of one user"
+            f"{path}, the password of the servers, cannot be used ({reason_of(error)}): delete it, "
+            "then make server makes another; a workspace has servers of one user"
         ) from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
         if created:

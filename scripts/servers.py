@@ -39,7 +39,7 @@ from _backends import (  # noqa: E402
 from _processes import Started, end, require_free_port, spawn  # noqa: E402
 
 from megacore.artifact import Workspace, lock  # noqa: E402
-from megacore.artifact.files import write_json  # noqa: E402
+from megacore.artifact.files import reason_of, write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from megacore.redact import redact  # noqa: E402
 from tasks._environment import Login, password_file, prepare_environment, tracking_uri  # noqa: E402
@@ -96,7 +96,8 @@ class Servers:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise LaunchError(
-                f"{path} is damaged ({error}): end the servers by hand if they run, then delete it"
+                f"{path} is damaged ({reason_of(error)}): end the servers by hand if they run, "
+                "then delete it"
             ) from error
 
     def write(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import lock
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader
 from megacore.observe.logging import perplexity
@@ -408,7 +408,7 @@ class Forwarder:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrackingError(
-                f"{path} is damaged ({error}): delete it, and events are compared again"
+                f"{path} is damaged ({reason_of(error)}): delete it, and events are compared again"
             ) from error
 
     def _send(self, batch: Batch) -> None:

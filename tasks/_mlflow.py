@@ -24,7 +24,13 @@ import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
 from megacore.artifact.build import is_locked
-from megacore.artifact.files import canonical_json, read_json, workspace_errors, write_json
+from megacore.artifact.files import (
+    canonical_json,
+    read_json,
+    reason_of,
+    workspace_errors,
+    write_json,
+)
 from megacore.errors import FileAccessError, TrackingError, WorkspaceError
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
@@ -491,7 +497,7 @@ def _read_state(path: Path) -> dict[str, str | None]:
         return {"token": None, "run_id": None}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackingError(
-            f"{path} is damaged ({error}): delete it, and a new MLflow run is made"
+            f"{path} is damaged ({reason_of(error)}): delete it, and a new MLflow run is made"
         ) from error
 
 

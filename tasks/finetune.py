@@ -11,7 +11,7 @@ from prefect.runtime import task_run
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import FinetuneConfig
@@ -177,7 +177,7 @@ def read_result(directory: Path) -> dict[str, Any]:
         return result
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): delete {directory} to train again"
+            f"{path} cannot be read ({reason_of(error)}): delete {directory} to train again"
         ) from error
 
 

@@ -220,6 +220,14 @@ def unreadable(error: OSError, path: Path) -> FileAccessError | None:
     )
 
 
+def reason_of(error: Exception) -> str:
+    """Return what an error says, for a sentence that names the file.
+
+    An OSError's own text also has its number and the path.
+    """
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def read_bytes(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
@@ -285,8 +293,7 @@ def read_object(
         if not isinstance(value, dict):
             raise TypeError(f"it holds {type(value).__name__}, not an object")
     except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArtifactError(f"{path} cannot be read ({reason}): {remedy}") from error
+        raise ArtifactError(f"{path} cannot be read ({reason_of(error)}): {remedy}") from error
     return value
 
 

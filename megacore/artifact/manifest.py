@@ -28,6 +28,7 @@ from megacore.artifact.files import (
     TEMPORARY,
     canonical_json,
     read_json,
+    reason_of,
     regular,
     unreadable,
     write_json,
@@ -145,7 +146,7 @@ class Manifest:
             if isinstance(error, OSError) and (fault := unreadable(error, path)) is not None:
                 raise fault from error
             raise ArtifactError(
-                f"{path} is damaged ({error}): delete {directory} to build it again"
+                f"{path} is damaged ({reason_of(error)}): delete {directory} to build it again"
             ) from error
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:

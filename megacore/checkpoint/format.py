@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore.artifact.build import WITHOUT_LOCKS
-from megacore.artifact.files import TEMPORARY, read_json, regular, unreadable, write_json
+from megacore.artifact.files import TEMPORARY, read_json, reason_of, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -103,7 +103,9 @@ class Marker:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, OSError):
                 _raise_unreadable(error, path)
-            raise CheckpointError(f"{path} is damaged ({error}): use another checkpoint") from error
+            raise CheckpointError(
+                f"{path} is damaged ({reason_of(error)}): use another checkpoint"
+            ) from error
         if marker.format_version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has format_version {marker.format_version}, this version reads "
@@ -428,7 +430,9 @@ def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
     try:
         state = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({reason_of(error)}): use another checkpoint"
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds {type(state).__name__}, not an object: use another checkpoint"

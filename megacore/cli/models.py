@@ -333,7 +333,7 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
 
     Raises ConfigError, DataFormatError.
     """
-    from megacore.artifact.files import regular
+    from megacore.artifact.files import reason_of, regular
 
     texts = list(options)
     broken = next(
@@ -346,7 +346,8 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
             lines = regular(file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataFormatError(
-                f"{file} cannot be read ({error}): give a text file with a prompt per line"
+                f"{file} cannot be read ({reason_of(error)}): give a text file with a prompt "
+                "per line"
             ) from error
         empty = next((number for number, line in enumerate(lines, 1) if not line), None)
         if empty is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.artifact.workspace import FOLDERS, workspace_root
 from megacore.checkpoint.format import MARKER_NAME
@@ -128,7 +128,7 @@ def read_run(directory: Path) -> RunRecord:
             raise TypeError("config is no object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
-            f"{path} cannot be read ({error}): give the directory of a run"
+            f"{path} cannot be read ({reason_of(error)}): give the directory of a run"
         ) from error
     record = RunRecord(directory, job, _config(path, job))
     for event, _ in EventReader(directory / EVENTS_FILE):

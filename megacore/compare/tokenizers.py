@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.compare.report import Finding, listed
 from megacore.convert.tokenizers import read_tokenizer
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
@@ -90,7 +90,9 @@ def _json(directory: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise DataFormatError(f"{path} cannot be read ({error}): copy it again") from error
+        raise DataFormatError(
+            f"{path} cannot be read ({reason_of(error)}): copy it again"
+        ) from error
     return values if isinstance(values, dict) else {}
 
 

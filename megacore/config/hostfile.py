@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.artifact.files import read_bytes
+from megacore.artifact.files import read_bytes, reason_of
 from megacore.errors import ConfigError
 from megacore.foreign.files import shortened
 
@@ -129,8 +129,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     try:
         lines = read_bytes(Path(path), _HOSTFILE_BYTES).decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else reason
+        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else reason_of(error)
         raise ConfigError(
             f"hostfile {path} cannot be read: {reason}: give a file with a line `host slots=N` for "
             "each machine"

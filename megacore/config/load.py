@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json
+from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json, reason_of
 from megacore.artifact.workspace import workspace_root
 from megacore.config.base import BOOLEAN, INTEGER_TOO_LARGE
 from megacore.config.finetune import FinetuneConfig
@@ -182,7 +182,9 @@ def read_config(path: Path) -> RunConfig:
     try:
         return parse_config(read_json(path), origin=str(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+        raise ConfigError(
+            f"{path} cannot be read as a configuration: {reason_of(error)}"
+        ) from error
 
 
 def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacore.artifact.files import read_json, regular
+from megacore.artifact.files import read_json, reason_of, regular
 from megacore.checkpoint.shard import overlap
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
@@ -123,7 +123,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({reason_of(error)}): use another checkpoint"
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no settings: use another checkpoint")
     return content
@@ -230,7 +232,7 @@ def _part(path: Path) -> _Part:
         )
         return _Part(path, dtype, shape, slices)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(reason_of(error).split())[:200]
         raise CheckpointError(
             f"{path} cannot be read ({reason}): use another checkpoint"
         ) from error

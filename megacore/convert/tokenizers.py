@@ -6,7 +6,7 @@ Their files are copied, or converted to a tokenizer.json.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConversionError, DataFormatError
 from megacore.tokenizer.build import END_OF_TEXT, read_gpt2_bpe
@@ -187,7 +187,9 @@ def _settings(source: Path) -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise ConversionError(f"{path} cannot be read ({error}): copy it again") from error
+            raise ConversionError(
+                f"{path} cannot be read ({reason_of(error)}): copy it again"
+            ) from error
         if not isinstance(values, dict):
             raise ConversionError(
                 f"{path} holds {type(values).__name__}, not an object: copy it again"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import orjson
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.corpus.formats import DOCUMENT_BYTES, too_large, unreadable
 from megacore.errors import DataFormatError
 
@@ -135,7 +135,7 @@ def read_sources(
             raise TypeError(f"its key is {facts['key']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
-            f"{path} is damaged ({error}): run the collect stage again"
+            f"{path} is damaged ({reason_of(error)}): run the collect stage again"
         ) from error
     for file in files:
         if paths is None or file.path in paths:

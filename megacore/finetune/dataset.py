@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.files import parse_json, workspace_errors
+from megacore.artifact.files import parse_json, reason_of, workspace_errors
 from megacore.config.finetune import FileRows, FinetuneDataConfig, HubRows
 from megacore.corpus.documents import SourceFile
 from megacore.corpus.formats import decompress, file_format_of, lines
@@ -177,7 +177,7 @@ def open_split(directory: Path, name: str) -> "Dataset | None":
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DataFormatError(
-            f"{path} is damaged ({error}): delete {directory} to build it again"
+            f"{path} is damaged ({reason_of(error)}): delete {directory} to build it again"
         ) from error
 
 

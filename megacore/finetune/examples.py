@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     CausalLmConfig,
@@ -514,7 +514,7 @@ def read_task(directory: Path) -> dict[str, Any]:
         values: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise DataFormatError(
-            f"{path} is damaged ({error}): delete {directory} to build it again"
+            f"{path} is damaged ({reason_of(error)}): delete {directory} to build it again"
         ) from error
     return values
 

@@ -16,6 +16,7 @@ from megacore.artifact.files import (
     access_errors,
     is_stored_zip,
     read_json,
+    reason_of,
     workspace_errors,
     write_json,
 )
@@ -61,8 +62,8 @@ def _config_values(path: str, directory: Path) -> dict[str, Any]:
         values = read_json(directory / CONFIG_NAME)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that "
-            "save_pretrained wrote"
+            f"model.path {path} has no readable {CONFIG_NAME} ({reason_of(error)}): give a "
+            "directory that save_pretrained wrote"
         ) from error
     return values if isinstance(values, dict) else {}
 
@@ -396,7 +397,8 @@ def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
         names = list(dict.fromkeys(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({error}): get the model again"
+            f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({reason_of(error)}): get the "
+            "model again"
         ) from error
     missing = [name for name in names if name not in files]
     if missing:

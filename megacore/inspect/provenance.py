@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, unreadable
@@ -125,7 +125,9 @@ class Origins:
                 else os.path.normpath(path.parent / str(values["prefix"])),
             )
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise DataFormatError(f"{path} is damaged ({error}): tokenize again") from error
+            raise DataFormatError(
+                f"{path} is damaged ({reason_of(error)}): tokenize again"
+            ) from error
 
     @property
     def documents(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megacore.artifact.build import is_locked
-from megacore.artifact.files import read_json, unreadable
+from megacore.artifact.files import read_json, reason_of, unreadable
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS, kind_of
 from megacore.checkpoint.format import (
@@ -299,7 +299,7 @@ def _read_files(path: Path) -> dict[str, FileEntry]:
         if isinstance(error, OSError) and (fault := unreadable(error, path)) is not None:
             raise fault from error
         raise ArtifactError(
-            f"{path} is damaged ({error}): tokenize again, or delete it to do without"
+            f"{path} is damaged ({reason_of(error)}): tokenize again, or delete it to do without"
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_json, reason_of, write_json
 from megacore.config.base import Section
 from megacore.config.run import RunConfig, with_current_names
 from megacore.config.spec import ModelSpec, SpecialTokens
@@ -58,7 +58,7 @@ class RankJob(Section):
 def _reason(error: Exception) -> str:
     """Return the error as one line, with only the first of several invalid values."""
     if not isinstance(error, ValidationError):
-        return str(error)
+        return reason_of(error)
     first = error.errors()[0]
     return ": ".join(filter(None, [dotted(first["loc"]), first["msg"]]))
 

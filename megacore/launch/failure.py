@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megacore.artifact.files import free_text
+from megacore.artifact.files import free_text, reason_of
 from megacore.errors import (
     LaunchError,
     MegacoreError,
@@ -224,7 +224,9 @@ class Attempt:
         try:
             self.table_path.write_text(rank_table, encoding="utf-8")
         except OSError as unwritable:
-            return type(error)(f"{error}; the table of ranks could not be written ({unwritable})")
+            return type(error)(
+                f"{error}; the table of ranks could not be written ({reason_of(unwritable)})"
+            )
         return type(error)(f"{error}; the table of ranks is {self.table_path}")
 
 

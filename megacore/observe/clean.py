@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.build import is_locked, remove_tree, try_lock
-from megacore.artifact.files import TEMPORARY, read_json, workspace_errors
+from megacore.artifact.files import TEMPORARY, read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError, WorkspaceError
@@ -233,7 +233,7 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
         try:
             values: dict[str, Any] = read_json(job)
         except (OSError, ValueError) as error:
-            raise _unknown_inputs(job, f"cannot be read ({error})") from error
+            raise _unknown_inputs(job, f"cannot be read ({reason_of(error)})") from error
         try:
             if "examples_directory" in values:
                 paths = [values["examples_directory"], values["pretrained_directory"]]

@@ -5,7 +5,7 @@ The model's size depends on them.
 
 from pathlib import Path
 
-from megacore.artifact.files import read_json, regular
+from megacore.artifact.files import read_json, reason_of, regular
 from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
@@ -62,7 +62,8 @@ def _lines(file: Path, setting: str) -> int:
             return sum(1 for _ in lines)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path"
+            f"{setting}: the vocabulary {file} cannot be read ({reason_of(error)}): correct the "
+            "path"
         ) from error
 
 
@@ -74,7 +75,7 @@ def _pieces(file: Path, setting: str) -> int:
         return int(SentencePieceProcessor(model_proto=regular(file).read_bytes()).get_piece_size())
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"{setting}: the model {file} cannot be read ({error}): correct the path"
+            f"{setting}: the model {file} cannot be read ({reason_of(error)}): correct the path"
         ) from error
 
 
@@ -84,7 +85,8 @@ def _entries(file: Path, setting: str) -> int:
         content = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path"
+            f"{setting}: the vocabulary {file} cannot be read ({reason_of(error)}): correct the "
+            "path"
         ) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import access_error, read_json, write_json
+from megacore.artifact.files import access_error, read_json, reason_of, write_json
 from megacore.errors import DataFormatError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -284,4 +284,6 @@ def _members(listing: Path) -> list[Path]:
             Path(os.path.normpath(listing.parent / str(member))) for member in values["members"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataFormatError(f"{listing} is damaged ({error}): run the flow again") from error
+        raise DataFormatError(
+            f"{listing} is damaged ({reason_of(error)}): run the flow again"
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megacore.artifact.files import access_errors, read_json, regular
+from megacore.artifact.files import access_errors, read_json, reason_of, regular
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import (
     BertWordPieceTokenizer,
@@ -263,7 +263,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             lines = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(
-            f"{path} cannot be read ({error}): set data.tokenizer.merge_file"
+            f"{path} cannot be read ({reason_of(error)}): set data.tokenizer.merge_file"
         ) from error
     merges = []
     for number, line in enumerate(lines, 1):
@@ -390,4 +390,6 @@ def download_tokenizer(
             f"a {file}"
         ) from error
     except OSError as error:
-        raise DownloadError(f"{file} of {name} cannot be downloaded: {error}: try again") from error
+        raise DownloadError(
+            f"{file} of {name} cannot be downloaded: {reason_of(error)}: try again"
+        ) from error

@@ -17,6 +17,7 @@ import tokenizers
 from megacore.artifact.files import (
     access_errors,
     read_json,
+    reason_of,
     regular,
     workspace_errors,
     write_json,
@@ -286,7 +287,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             raise TypeError(f"its eos_token is {eod_token!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
-            f"{path} is missing or damaged ({error}): build the tokenizer again"
+            f"{path} is missing or damaged ({reason_of(error)}): build the tokenizer again"
         ) from error
     if Path(directory, MODEL_NAME).exists():
         # Imported here because only SentencePiece models need it.

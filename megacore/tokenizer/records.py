@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.errors import DataFormatError
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def read_files(directory: Path) -> list[FileRecord]:
         values = read_json(path)
         files = [FileRecord(**entry) for entry in values["files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataFormatError(f"{path} is missing or damaged ({error}): tokenize again") from error
+        raise DataFormatError(
+            f"{path} is missing or damaged ({reason_of(error)}): tokenize again"
+        ) from error
     for file in files:
         if not os.path.isabs(file.path):
             file.path = os.path.normpath(directory.absolute() / file.path)

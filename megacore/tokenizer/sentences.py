@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import reason_of
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
 from megacore.launch.workers import WorkerPool
 from megacore.tokenizer.load import text_batches
@@ -160,7 +161,8 @@ def _punkt_table(path: Path, decode: Callable[[Any], Any]) -> Any:
             return decode(file)
     except (OSError, ValueError, IndexError) as error:
         raise DataFormatError(
-            f"the Punkt model in {path.parent} is damaged ({path.name}: {error}): download it again"
+            f"the Punkt model in {path.parent} is damaged ({path.name}: {reason_of(error)}): "
+            "download it again"
         ) from error
 
 

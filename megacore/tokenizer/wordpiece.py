@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megacore.artifact.files import access_errors, regular
+from megacore.artifact.files import access_errors, reason_of, regular
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import TOKENIZER_BYTES, grouped
 
@@ -127,7 +127,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
             tokens = [line.removesuffix("\n").removesuffix("\r") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(
-            f"{path} cannot be read ({error}): set data.tokenizer.vocab_file"
+            f"{path} cannot be read ({reason_of(error)}): set data.tokenizer.vocab_file"
         ) from error
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):

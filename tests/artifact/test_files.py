@@ -20,6 +20,7 @@ from megacore.artifact.files import (
     read_json,
     read_object,
     read_record,
+    reason_of,
     regular,
     replace_file,
     require_space,
@@ -249,6 +250,14 @@ def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", fail_twice)
     assert read_json(path) == [1]
+
+
+def test_the_reason_of_an_error_has_no_number_and_no_path(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "nowhere").read_bytes()
+    assert reason_of(caught.value) == "No such file or directory"
+    assert reason_of(OSError("damaged page")) == "damaged page"
+    assert reason_of(ValueError("no JSON")) == "no JSON"
 
 
 def test_other_errors_keep_their_type(tmp_path: Path) -> None:

@@ -67,8 +67,12 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
             "max_new_tokens is 64, but prompt 1 has 1 of the",
         ),
         (("--prompt", "zq" * 40), ConfigError, "prompt 1 has 80 tokens and the model 64 positions"),
-        (("--prompt", "a", "--prompt-file", "nowhere"), DataFormatError, "nowhere cannot be read"),
         (("--prompt", "a", "--prompt", "b\udcff"), ConfigError, r"--prompt 'b\udcff' has bytes"),
+        (
+            ("--prompt", "a", "--prompt-file", "nowhere"),
+            DataFormatError,
+            "nowhere cannot be read (No such file or directory): give a text file",
+        ),
         (
             ("--prompt", "a", "--precision", "fp8"),
             ConfigError,

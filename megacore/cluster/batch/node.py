@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacore.artifact.files import read_object, workspace_errors, write_json
+from megacore.artifact.files import read_object, reason_of, workspace_errors, write_json
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
 from megacore.cluster.batch.spec import BatchSpec, FollowerWatch
@@ -120,7 +120,7 @@ def _own_address(name: str, first: str) -> str:
         return local_address(first)
     except OSError as error:
         raise LaunchError(
-            f"{name} finds no way to {first}, the job's first machine: {error}"
+            f"{name} finds no way to {first}, the job's first machine: {reason_of(error)}"
         ) from error
 
 
@@ -135,7 +135,9 @@ def _hostnames(listed: str) -> list[str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"scontrol cannot say which machines {listed} are: {error}") from error
+        raise LaunchError(
+            f"scontrol cannot say which machines {listed} are: {reason_of(error)}"
+        ) from error
     return done.stdout.split()
 
 

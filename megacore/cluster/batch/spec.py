@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from megacore.artifact.files import read_json, replace_file, workspace_errors
+from megacore.artifact.files import read_json, reason_of, replace_file, workspace_errors
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, FileAccessError
@@ -110,7 +110,7 @@ class BatchSpec(Section):
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no batch job written by this version of megacore, or cannot be read "
-                f"here: {error}"
+                f"here: {reason_of(error)}"
             ) from error
 
 

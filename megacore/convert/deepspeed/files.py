@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import reason_of, regular
 from megacore.convert.inert import Record, load_inert
 from megacore.errors import CheckpointError, ConversionError
 
@@ -160,7 +160,7 @@ def checkpoint_directory(directory: Path) -> Path:
         tag = regular(tracker).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{tracker} cannot be read ({error}): give the directory of one checkpoint"
+            f"{tracker} cannot be read ({reason_of(error)}): give the directory of one checkpoint"
         ) from error
     if not tag or not (directory / tag).is_dir():
         raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import access_errors, is_stored_zip, read_json, regular
+from megacore.artifact.files import access_errors, is_stored_zip, read_json, reason_of, regular
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME, HfConfig
@@ -187,7 +187,7 @@ def _indexed(
         files = sorted(set(file_names.values()))
         plain = all(Path(file).name == file for file in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{index} is damaged ({error}): copy it again") from error
+        raise ConversionError(f"{index} is damaged ({reason_of(error)}): copy it again") from error
     if not plain:
         raise ConversionError(f"{index} names files outside of {directory}: {', '.join(files)}")
     missing = [file for file in files if not (directory / file).is_file()]
@@ -215,8 +215,8 @@ def _safetensors(path: Path) -> dict[str, Reader]:
         return {name: partial(file.get_tensor, name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
     except (SafetensorError, OSError) as error:
         raise ConversionError(
-            f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}: copy it "
-            "again"
+            f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {reason_of(error)}: "
+            "copy it again"
         ) from error
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
@@ -128,7 +128,7 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
         settings: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise ConversionError(
-            f"{path} cannot be read ({error}): build the tokenizer again"
+            f"{path} cannot be read ({reason_of(error)}): build the tokenizer again"
         ) from error
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():

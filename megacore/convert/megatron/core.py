@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, reason_of
 from megacore.checkpoint.format import MARKER_NAME, METADATA_NAME
 from megacore.checkpoint.load import CheckpointReader
 from megacore.checkpoint.shard import Rectangle, TensorShard, overlap
@@ -226,7 +226,7 @@ def _check_form(directory: Path) -> None:
         backend = read_json(config).get("sharded_backend")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{config} cannot be read ({error}): use another checkpoint"
+            f"{config} cannot be read ({reason_of(error)}): use another checkpoint"
         ) from error
     if backend != _BACKEND:
         raise ConversionError(
