@@ -7,7 +7,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.config.layouts import check_layout
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.hardware import Hardware
+from megacore.hardware import Hardware, owner_of
 from megacore.parallel.rank_layout import RankLayout
 
 
@@ -77,9 +77,12 @@ def launched_ranks(
     hosts = hosts_of(launch) if hosts is None else hosts
     if hosts:
         ranks, local_ranks = sum(hosts.values()), local_slots(hosts)
-        if hardware.host is not None:
-            local_ranks = hosts.get(hardware.host, 0)
-        setting = f"slots of {hardware.owner} in {launch.hostfile} is {local_ranks}"
+        compared = hardware.host
+        if compared is not None:
+            # An elastic attempt may leave out the host that answered, which the others equal.
+            compared = compared if compared in hosts else max(hosts, key=hosts.__getitem__)
+            local_ranks = hosts[compared]
+        setting = f"slots of {owner_of(compared)} in {launch.hostfile} is {local_ranks}"
     if hardware.gpus and local_ranks > len(hardware.gpus):
         raise ParallelLayoutError(
             f"{setting} and {hardware.owner} has {len(hardware.gpus)} visible "

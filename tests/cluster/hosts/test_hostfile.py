@@ -120,6 +120,27 @@ def test_hostfile_sets_nproc_per_node_to_auto() -> None:
     assert LaunchConfig(kind="deepspeed", hostfile="hosts").nproc_per_node == "auto"
 
 
+def test_slots_are_compared_with_the_gpus_of_an_equal_host_that_an_attempt_leaves_out(
+    tmp_path: Path,
+) -> None:
+    def resolve(hosts: dict[str, int]) -> tuple[int, int]:
+        text = "one slots=2\ntwo slots=2\nthree slots=4\n"
+        launch = {
+            "hostfile": str(write(tmp_path, text)),
+            "nproc_per_node": "auto",
+            "nnodes": "1:3",
+        }
+        gpus = Hardware(cores=8, memory=2**34, gpus=(Gpu("a", 2**34),) * 2, host="one")
+        return resolve_launch(_runs.config(launch=launch), gpus, hosts=hosts)
+
+    assert resolve({"two": 2}) == (2, 4)
+    with pytest.raises(
+        ParallelLayoutError,
+        match=r"slots of host three in .* is 4 and host one has 2 visible GPUs: set it to 2 or to",
+    ):
+        resolve({"three": 4})
+
+
 def test_launch_has_ranks_of_all_hosts_and_threads_of_the_local_slots(tmp_path: Path) -> None:
     def resolve(
         text: str, hardware: Hardware, nproc_per_node: int | str = "auto"
