@@ -19,6 +19,7 @@ from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import (
     LOOPBACK,
     Plan,
+    after_retry,
     deepspeed_command,
     endpoint,
     env_file_of,
@@ -33,6 +34,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
+from megacore.launch.failure import REPEATS
 
 PLAN_NAME = "hosts.json"
 """Name of the plan's file, next to the job file."""
@@ -51,6 +53,8 @@ class Start:
     """Hosts whose agents watch their ranks; empty if the supervisor itself watches them."""
     stop_margin: float = 0.0
     """Seconds that the command needs to stop, in addition to the stop grace of the ranks."""
+    again: str = REPEATS
+    """Verb phrase on a retry of the ranks, to follow a subject."""
 
 
 def start_ranks(
@@ -91,6 +95,7 @@ def start_ranks(
             variables,
             tuple(hosts),
             _STOP_MARGIN,
+            again=after_retry(module),
         )
     return _start_locally(launch, module, job, job_file, env or {})
 
@@ -119,11 +124,12 @@ def _start_locally(
         return Start(
             local_torchrun_command(module, job_file, job.ranks, shown=shown),
             variables,
+            again=after_retry(module),
         )
     if not Hardware.detect().gpus:
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
     command = local_deepspeed_command(module, job_file, job.ranks, devices=devices, shown=shown)
-    return Start(command, variables)
+    return Start(command, variables, again=after_retry(module))
 
 
 def start_here(module: str, job: RankJob, job_file: Path) -> Start:

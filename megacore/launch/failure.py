@@ -49,7 +49,10 @@ _PORT = re.compile(r"port:? (\d+)")
 _LITTLE_SPACE = 1 << 30
 """Free bytes below which a full disk is a likely cause."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_RESUMES = "a retry resumes from the last complete checkpoint"
+RESUMES = "resumes from the last complete checkpoint"
+"""Verb phrase on a retry of a training, to follow a subject."""
+REPEATS = "starts from the beginning"
+"""Verb phrase on a retry of another job, to follow a subject."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Attempt:
     mark: str = ""
     """Mark of the job, which its ranks inherit. Reasons with another mark are of an earlier attempt
     and do not count; if it is empty, all count."""
+    again: str = REPEATS
+    """Verb phrase on a retry of the command: `RESUMES` or `REPEATS`."""
 
     @property
     def table_path(self) -> Path:
@@ -145,8 +150,8 @@ class Attempt:
             # The launcher may report the code of a rank that failed only because it lost this one.
             how = _ended(exit_code, self.kills) if signalled or not reasons else "ended"
             error = RankLostError(
-                f"{who} {how} without giving a reason; {_RESUMES}; last lines of {self.log}: "
-                f"{_last_lines(text)}"
+                f"{who} {how} without giving a reason; a retry {self.again}; last lines of "
+                f"{self.log}: {_last_lines(text)}"
             )
         return self._with_table(error, lost_rank)
 
@@ -187,7 +192,7 @@ class Attempt:
             return _out_of_memory(f"rank {first.rank}")
         return RankLostError(
             f"rank {first.rank} {first.where} is gone without giving a reason, and the job did not "
-            f"end by itself within {LOST_LIMIT:g} s; {_RESUMES}"
+            f"end by itself within {LOST_LIMIT:g} s; a retry {self.again}"
         )
 
     def _stalled(
@@ -200,7 +205,7 @@ class Attempt:
         )
         return RankStalledError(
             f"{who} made no progress for launch.stall_limit = {limit:g} s; furthest behind is rank "
-            f"{first.rank} {first.where}; {_RESUMES}"
+            f"{first.rank} {first.where}; a retry {self.again}"
         )
 
     def _with_table(self, error: MegacoreError, lost_rank: int | None) -> MegacoreError:

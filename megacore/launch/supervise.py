@@ -20,7 +20,7 @@ from types import FrameType
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
 from megacore.launch.exit_reason import LAUNCHER_REASON
-from megacore.launch.failure import Attempt
+from megacore.launch.failure import REPEATS, Attempt
 from megacore.launch.guard import (
     JOB_VARIABLE,
     KILL_LIMIT,
@@ -61,6 +61,7 @@ def supervise(
     stop_margin: float = 0.0,
     count_oom_kills: Callable[[], int | None] = oom_kills,
     inherited: Sequence[int] = (),
+    again: str = REPEATS,
 ) -> None:
     """Run `command` to its end under the guard and append its output to `log`.
 
@@ -92,6 +93,7 @@ def supervise(
         count_oom_kills: function that returns the number of out-of-memory kills so far.
         inherited: descriptors that the guard keeps open until the job has ended, such as that of a
             lock, which then outlives this process if it is killed.
+        again: verb phrase on a retry of the command, for the advice in an error.
 
     Raises:
         MegacoreError: the error that a rank, or else the launcher, wrote to `exit_directory`;
@@ -119,6 +121,7 @@ def supervise(
         KillCounter(count_oom_kills),
         tuple(hosts),
         mark=mark,
+        again=again,
     )
     watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
     limit = _Limit(timeout, f"{' '.join(command[-3:])} ran longer than", log)

@@ -243,6 +243,7 @@ def supervise_job(
         ranks=_ranks_to_come(job),
         hosts=start.hosts,
         stop_margin=start.stop_margin,
+        again=start.again,
         inherited=inherited,
     )
 
@@ -291,6 +292,7 @@ def run_job(
         stop_grace=launch.stop_grace,
         hosts=start.hosts,
         stop_margin=start.stop_margin,
+        again=start.again,
         on_poll=on_poll,
     )
     return read_object(Path(job.output))

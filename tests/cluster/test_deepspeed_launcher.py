@@ -98,7 +98,7 @@ def test_killed_rank_is_reported_as_lost_despite_the_error_of_its_peer(tmp_path:
     # reason, the killed rank is not known.
     lost = (
         r"((rank 1|a rank) was ended by SIGKILL|rank 1 ended) without giving a reason"
-        r".*retry resumes"
+        r".*retry starts"
     )
     with pytest.raises(RankLostError, match=lost):
         run(tmp_path, "killed")

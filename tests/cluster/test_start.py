@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.start import Start, check_launcher, dry_run_commands, start_ranks
+from megacore.cluster.start import Start, check_launcher, dry_run_commands, start_here, start_ranks
 from megacore.errors import ConfigError, LaunchError
 from megacore.jobs.run import RankJob, TrainJob
+from megacore.launch.failure import REPEATS, RESUMES
 from tests.train import _runs
 
 
@@ -110,6 +111,23 @@ def test_several_hosts_get_a_plan_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan["ssh_config"] == str(Path("mine").absolute())
     assert "OMP_NUM_THREADS" in plan["own_env"]
     assert "3" not in plan["own_env"], "names only, no values"
+
+
+@pytest.mark.parametrize("hosts", ["localhost slots=2\n", "worker-1 slots=1\nworker-2 slots=1\n"])
+def test_only_a_retry_of_a_training_resumes_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    monkeypatch.setattr("megacore.cluster.start.check_ssh", lambda hosts: None)
+    launch = _runs.config(
+        launch={"hostfile": hostfile(tmp_path, hosts), "nproc_per_node": "auto"}
+    ).launch
+    job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=2, threads_per_rank=1)
+    again = {
+        module: start_ranks(launch, f"megacore.ranks.{module}", job, tmp_path / "run.json").again
+        for module in ("pretrain", "finetune", "evaluate")
+    }
+    assert again == {"pretrain": RESUMES, "finetune": RESUMES, "evaluate": REPEATS}
+    assert start_here("megacore.ranks.convert", job, tmp_path / "run.json").again == REPEATS
 
 
 def test_hosts_of_the_job_precede_the_hostfile(tmp_path: Path) -> None:

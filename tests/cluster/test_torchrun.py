@@ -46,7 +46,7 @@ def test_single_rank_is_a_plain_process(tmp_path: Path) -> None:
 
 def test_killed_rank_is_named_despite_the_error_of_its_peer(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
-    with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGKILL.*retry resumes"):
+    with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGKILL.*retry starts"):
         run(tmp_path, "killed")
     assert set(descendants(os.getpid())) <= before
     assert (tmp_path / "torchrun").is_dir(), (

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megacore.errors import (
 )
 from megacore.launch import watch
 from megacore.launch.exit_reason import write_reason
-from megacore.launch.failure import Attempt
+from megacore.launch.failure import RESUMES, Attempt
 from megacore.launch.guard import descendants
 from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
 from megacore.launch.supervise import supervise
@@ -208,6 +209,10 @@ def test_rank_that_never_starts_is_stalled(tmp_path: Path) -> None:
     assert "ranks 0, 1 made no progress" in str(error)
     assert "furthest behind is rank 0 which has not begun its work" in str(error)
     assert row((tmp_path / "log-ranks.txt").read_text(), 1).split() == ["1", "absent"]
+    assert "; a retry starts from the beginning; the table" in str(error)
+    training = replace(attempt, again=RESUMES)
+    error = training.troubled(trouble, 10.0, attempt.states(stacks=True))
+    assert "; a retry resumes from the last complete checkpoint; the table" in str(error)
 
 
 def test_no_rank_stalls_without_a_limit(tmp_path: Path) -> None:

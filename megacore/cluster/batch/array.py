@@ -164,7 +164,7 @@ class _Array:
             say,
             what="an array of tasks of data.curate",
             advice=_REFUSED,
-            resumption="continue with the tasks that are done",
+            again="continues with the tasks that are done",
         )
         self._submission.write(self._folder)
 

@@ -42,7 +42,6 @@ _LOST_WITH_NODE = {
 }
 _LOG_LIMIT = 10.0
 """Seconds to wait for the end of the pods' output."""
-_RESUMES = "a retry applies it again and resumes from the last complete checkpoint"
 
 
 class KubernetesJob:
@@ -65,6 +64,10 @@ class KubernetesJob:
                 "that pods see: set MEGACORE_WORKSPACE to the directory that "
                 "launch.kubernetes.workspace_claim is mounted at"
             )
+
+    @property
+    def _again(self) -> str:
+        return f"a retry applies it again and {self._spec.again}"
 
     @property
     def manifest(self) -> Path:
@@ -181,8 +184,8 @@ class KubernetesJob:
         if alive and not late:
             return Look("running", f"deleted; {len(alive)} of its pods have not ended yet")
         error = LaunchError(
-            f"JobSet {self._name} was deleted, not by this run: start the same command again "
-            "to resume from the last complete checkpoint"
+            f"JobSet {self._name} was deleted, not by this run: start the same command again, it "
+            f"{self._spec.again}"
         )
         return Look("running", "deleted", End(1, error, on_request=True))
 
@@ -233,9 +236,9 @@ class KubernetesJob:
                 "launch.kubernetes.memory"
             )
         if why in _LOST_WITH_NODE:
-            return HostLostError(f"{where} was lost with its node ({why}); {_RESUMES}")
+            return HostLostError(f"{where} was lost with its node ({why}); {self._again}")
         if why:
-            return RankLostError(f"Kubernetes ended {where} ({why}); {_RESUMES}")
+            return RankLostError(f"Kubernetes ended {where} ({why}); {self._again}")
         return None
 
     def _follow_logs(self, pods: list[dict[str, Any]]) -> None:

@@ -378,8 +378,7 @@ def _wait(
         if lost:
             error = RankLostError(
                 f"nobody followed the batch job for {spec.follower_limit:g} s, so its machines "
-                "ended it: start the same command again, it resumes from the last complete "
-                "checkpoint"
+                f"ended it: start the same command again, it {spec.again}"
             )
             _say(f"{node.name}: {error}")
             write_launcher_reason(spec.exit_directory, error)

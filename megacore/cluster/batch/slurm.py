@@ -106,7 +106,6 @@ _SUBMISSIONS = 4
 """Tries to submit a job to a controller that does not answer."""
 _SUBMISSION_PAUSE = 10.0
 """Seconds before the next try to submit a job."""
-_RESUMES = "a retry submits it again and resumes from the last complete checkpoint"
 
 
 class SlurmJob:
@@ -119,6 +118,10 @@ class SlurmJob:
         self._job = ""
         self._output: Path | None = None
         self._read = 0
+
+    @property
+    def _again(self) -> str:
+        return f"a retry submits it again and {self._spec.again}"
 
     @property
     def script(self) -> Path:
@@ -190,7 +193,7 @@ class SlurmJob:
             stopped=stopped,
             what=str(self.script),
             advice="correct launch.slurm, launch.nnodes or launch.nproc_per_node",
-            resumption="resume from the last complete checkpoint",
+            again=self._spec.again,
         )
         self._job = str(submission.job)
         self._output = folder / f"slurm-{self._job}.out"
@@ -210,7 +213,7 @@ class SlurmJob:
         record = record or accounted(self._job)
         state, reason, nodes = (record.get(key, "") for key in ("JobState", "Reason", "NodeList"))
         if not state:
-            error = RankLostError(f"Slurm does not know job {self._job} any more; {_RESUMES}")
+            error = RankLostError(f"Slurm does not know job {self._job} any more; {self._again}")
             return Look("running", "gone", End(1, error))
         restarts = int(record.get("Restarts", "0"))
         again = f", start {restarts + 1}" if restarts else ""
@@ -222,7 +225,7 @@ class SlurmJob:
             # Slurm would hold the job until somebody releases it.
             self.cancel(at_once=False)
             error = RankLostError(
-                f"Slurm could not start job {self._job} and holds it ({reason}); {_RESUMES}"
+                f"Slurm could not start job {self._job} and holds it ({reason}); {self._again}"
             )
             return Look("queued", f"{state} ({reason}){again}", End(1, error))
         why = f" ({reason})" if reason not in ("", "None") else ""
@@ -244,16 +247,16 @@ class SlurmJob:
         if state == "TIMEOUT":
             return RankLostError(
                 f"{job} reached its time limit ({record.get('TimeLimit', 'of the partition')}) and "
-                f"Slurm ended it; {_RESUMES}; launch.slurm.time_limit sets a longer one, "
+                f"Slurm ended it; {self._again}; launch.slurm.time_limit sets a longer one, "
                 "launch.slurm.signal_before the seconds in which ranks save before it"
             )
         if state == "PREEMPTED":
             return RankLostError(
-                f"Slurm preempted {job} on {nodes} without queueing it again; {_RESUMES}"
+                f"Slurm preempted {job} on {nodes} without queueing it again; {self._again}"
             )
         if state in {"NODE_FAIL", "BOOT_FAIL"}:
             return HostLostError(
-                f"{down_nodes(nodes) or nodes} failed, and {job} with it ({state}); {_RESUMES}"
+                f"{down_nodes(nodes) or nodes} failed, and {job} with it ({state}); {self._again}"
             )
         if state == "OUT_OF_MEMORY":
             return MemoryExhaustedError(
@@ -267,7 +270,7 @@ class SlurmJob:
             )
         return LaunchError(
             f"{job} was cancelled{record.get('By', '')}, not by this run: start the same command "
-            "again to resume from the last complete checkpoint"
+            f"again, it {self._spec.again}"
         )
 
     def copy_output(self) -> None:
@@ -339,7 +342,7 @@ def submit_until_answered(
     stopped: Callable[[], bool] = lambda: False,
     what: str,
     advice: str,
-    resumption: str,
+    again: str,
 ) -> Submission:
     """Submit a job, again if the controller does not answer; return the submission with its id.
 
@@ -352,7 +355,7 @@ def submit_until_answered(
         stopped: function that returns True if this process must end: nothing is submitted again.
         what: what is submitted, for messages.
         advice: what to do if sbatch refuses it.
-        resumption: what the same command does later, as an infinitive.
+        again: verb phrase on the same command later, to follow a subject.
 
     Raises:
         LaunchError: sbatch refused the job, the controller did not answer several times or to the
@@ -378,13 +381,13 @@ def submit_until_answered(
         if stopped():
             raise LaunchError(
                 f"this run ends before Slurm's controller answered to sbatch with {what} "
-                f"({one_line(done)}): start the same command again to {resumption}"
+                f"({one_line(done)}): start the same command again, it {again}"
             )
         submission = Submission.new()
     raise LaunchError(
         f"Slurm's controller did not answer {tries} time{'s' if tries > 1 else ''} to sbatch with "
-        f"{what} ({one_line(done)}): start the same command again when `scontrol ping` says that "
-        f"it is up, to {resumption}"
+        f"{what} ({one_line(done)}): when `scontrol ping` says that it is up, start the same "
+        f"command again, it {again}"
     ) from cause
 
 

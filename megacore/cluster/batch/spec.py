@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from megacore.artifact.files import read_json, reason_of, replace_file, workspace_errors
+from megacore.cluster.hosts.plan import after_retry
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, FileAccessError
@@ -60,6 +61,11 @@ class BatchSpec(Section):
     def path(self) -> Path:
         """Path of this specification's file."""
         return self.folder / "spec.json"
+
+    @property
+    def again(self) -> str:
+        """Verb phrase on a retry of the job, to follow a subject."""
+        return after_retry(self.module)
 
     @property
     def nodes(self) -> tuple[int, int]:

@@ -141,7 +141,10 @@ def start_batch(
     _check_layouts(spec, job)
     spec.write()
     return Start(
-        python("megacore.cluster.batch.follow", f"--spec={spec.path}"), {}, stop_margin=STOP_MARGIN
+        python("megacore.cluster.batch.follow", f"--spec={spec.path}"),
+        {},
+        stop_margin=STOP_MARGIN,
+        again=spec.again,
     )
 
 

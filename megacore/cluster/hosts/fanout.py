@@ -27,7 +27,7 @@ from types import FrameType
 from megacore.artifact.files import replace_file
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, Message, WakeUp, wait
 from megacore.cluster.hosts.connection import Connection, HostSet
-from megacore.cluster.hosts.plan import Plan
+from megacore.cluster.hosts.plan import Plan, after_retry
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError
 from megacore.launch.exit_reason import write_launcher_reason
 from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT
@@ -53,7 +53,6 @@ SILENT_END_LIMIT = 5.0
 It is shorter than END_LIMIT, because such a host rarely accepts another connection and the end of
 the job waits for it.
 """
-RESUMES = "a retry resumes from the last complete checkpoint"
 
 _POLL = 0.2
 _NAMED = 4
@@ -318,7 +317,8 @@ class Head:
             self._set.kill_remaining(host, end_limit)
         if self._ends_by is not None:
             return  # the job is ending anyway
-        error = f"lost host {host.name}: {why}; {RESUMES}" if host.started else ""
+        again = after_retry(self._plan.module)
+        error = f"lost host {host.name}: {why}; a retry {again}" if host.started else ""
         self._end(HostLostError(error) if error else self._unreachable(host, why))
 
     def _unreachable(self, host: Connection, why: str) -> LaunchError:

@@ -18,7 +18,10 @@ from megacore.cluster.hosts.network import local_address
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
+from megacore.launch.failure import REPEATS, RESUMES
 
+RESUMED = frozenset({"megacore.ranks.pretrain", "megacore.ranks.finetune"})
+"""Entry points of the ranks that save checkpoints and resume from them."""
 LOOPBACK = "127.0.0.1"
 DEFAULT_ENV_FILE = ".deepspeed_env"
 """Name of the default file of variables, in the working directory or else in the home directory.
@@ -100,6 +103,11 @@ class Plan:
         if host in self.devices:
             return [*self.devices[host]]
         return visible_devices(ranks) if is_this_machine(host) else [*range(ranks)]
+
+
+def after_retry(module: str) -> str:
+    """Return the verb phrase on a retry of ranks with an entry point."""
+    return RESUMES if module in RESUMED else REPEATS
 
 
 def plan_ssh(plan: Plan) -> Ssh:

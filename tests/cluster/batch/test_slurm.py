@@ -95,6 +95,24 @@ def test_unfinished_job_is_described_by_its_state(
 
 
 @pytest.mark.parametrize(
+    ("module", "again"),
+    [
+        ("pretrain", "a retry submits it again and resumes from the last complete checkpoint"),
+        ("evaluate", "a retry submits it again and starts from the beginning"),
+    ],
+)
+def test_advice_after_a_lost_node_fits_the_stage(
+    module: str, again: str, answers: dict[str, tuple[int, str, str]], tmp_path: Path
+) -> None:
+    answers["scontrol"], answers["sinfo"] = answer("NODE_FAIL"), (0, "n2\n", "")
+    ranks = spec(launch(), tmp_path).model_copy(update={"module": f"megacore.ranks.{module}"})
+    look = SlurmJob(ranks).look()
+    assert look is not None
+    assert look.end is not None
+    assert str(look.end.error).endswith(again)
+
+
+@pytest.mark.parametrize(
     ("reply", "kind", "text", "retryable"),
     [
         (answer("TIMEOUT", "TimeLimit"), RankLostError, "reached its time limit (12:00:00)", True),
@@ -539,7 +557,11 @@ def test_a_job_is_submitted_again_under_another_name_if_the_controller_does_not_
 @pytest.mark.parametrize(
     ("reply", "tries", "message"),
     [
-        (BUSY, 4, r"did not answer 4 times to sbatch with .*job\.sbatch .*scontrol ping.*resume"),
+        (
+            BUSY,
+            4,
+            r"did not answer 4 times to sbatch with .*job\.sbatch .*scontrol ping.*, it starts from",
+        ),
         ("invalid partition", 1, r"refused .*job\.sbatch: invalid partition: correct launch"),
     ],
 )
