@@ -72,8 +72,8 @@ def supervise(
     `stall_limit` seconds, or if it is gone and the job continues without it, the ranks of this host
     write their Python stacks, all processes are killed at once, and a table of the ranks is written
     to the log and to `<log>-ranks.txt` next to it. For a job on several `hosts`, the command's
-    agents do this on each host and report it in `exit_directory`. While the job is queued by its
-    scheduler (`launcher_state.json`), no rank is watched and no time is counted.
+    agents do this on each host and report it in `exit_directory`. While the scheduler's job is
+    queued or ending (`launcher_state.json`), no rank is watched and no time is counted.
 
     If this runs in the main thread, SIGUSR1 is passed on to the ranks.
 
@@ -174,7 +174,7 @@ def _until_the_end(
                 return _wait_for_end(guard, attempt, on_poll, poll_interval)
             if (
                 state := read_launcher_state(attempt.exit_directory)
-            ) is not None and state.state == "queued":
+            ) is not None and state.state != "running":
                 watch.hold()
                 limit.started = time.monotonic()
             elif trouble := watch.look():

@@ -1,9 +1,9 @@
 """Detection of stalled, lost and killed ranks of a job, and the state that its scheduler reports.
 
 Heartbeats show stalled and lost ranks. Out-of-memory kills show only in the kernel's counters.
-While a scheduler's job is queued, its ranks wait for hosts and are not expected to make progress:
-the process that follows the job writes its state in a small file next to the ranks' reasons, and
-the supervisor reads it. Without the file, and so without a scheduler, the job counts as running.
+While a scheduler's job is queued or ending, its ranks are not expected to make progress: the
+process that follows the job writes its state in a small file next to the ranks' reasons, and the
+supervisor reads it. Without the file, and so without a scheduler, the job counts as running.
 Imports no torch.
 """
 
@@ -244,7 +244,7 @@ def _field(path: Path, name: str) -> int | None:
     return None
 
 
-State = Literal["queued", "running"]
+State = Literal["queued", "running", "ending"]
 
 _NAME = "launcher_state.json"
 
@@ -254,7 +254,8 @@ class LauncherState:
     """State of a job according to its scheduler."""
 
     state: State
-    """State of the job: queued (it waits for hosts, at first or after preemption) or running."""
+    """State of the job: queued (it waits for hosts, at first or after preemption), running, or
+    ending (its ranks are being ended, or have ended and the hosts are cleaned up)."""
     detail: str
     """State in the scheduler's own words, such as `PENDING (Resources)`."""
     time: float
@@ -271,7 +272,7 @@ def write_launcher_state(exit_directory: Path, state: State, detail: str) -> Non
 
     Args:
         exit_directory: the job's exit directory; created if it does not exist.
-        state: queued or running.
+        state: queued, running or ending.
         detail: state in the scheduler's own words.
 
     Raises:

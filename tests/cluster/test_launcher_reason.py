@@ -114,12 +114,18 @@ def test_files_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     run(tmp_path, "", hosts=("a", "b"))
 
 
-def test_queued_time_does_not_count_towards_the_timeout(tmp_path: Path) -> None:
-    queued = "import time; write_launcher_state(directory, 'queued', 'PENDING'); time.sleep(2.5)"
-    run(tmp_path, queued, timeout=2.0, stall_limit=0.5, ranks=1)
-    running = queued.replace("'queued'", "'running'")
+@pytest.mark.parametrize("state", ["queued", "ending"])
+def test_queued_and_ending_time_does_not_count_towards_the_timeout(
+    tmp_path: Path, state: str
+) -> None:
+    waits = f"import time; write_launcher_state(directory, '{state}', 'S'); time.sleep(2.5)"
+    run(tmp_path, waits, timeout=2.0, stall_limit=0.5, ranks=1)
+
+
+def test_running_time_counts_towards_the_timeout(tmp_path: Path) -> None:
+    runs = "import time; write_launcher_state(directory, 'running', 'RUNNING'); time.sleep(2.5)"
     with pytest.raises(Exception, match=r"ran longer than launch\.timeout_minutes"):
-        run(tmp_path, running, timeout=2.0, stall_limit=0.5, ranks=1)
+        run(tmp_path, runs, timeout=2.0, stall_limit=0.5, ranks=1)
 
 
 def test_report_of_the_agents_ends_the_job_with_a_rank_table(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ _UNANSWERED = re.compile(
 """Messages of Slurm's programs when the controller is busy or cannot be reached."""
 _UNCONFIGURED = "Could not establish a configuration source"
 """Message of Slurm's programs on a host without slurm.conf that finds no controller to ask."""
-_ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
+_ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
+_ENDING = {"COMPLETING", "STAGE_OUT"}
+"""States of a job whose processes are being ended, or have ended while Slurm cleans up."""
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
 """Seconds between two checks of a job that is being cancelled."""
@@ -221,6 +223,9 @@ class SlurmJob:
             return Look("running", state, self._end(state, record))
         if state in _ON_MACHINES:
             return Look("running" if state == "RUNNING" else "queued", f"{state} on {nodes}{again}")
+        if state in _ENDING:
+            where = "" if nodes in ("", "(null)") else f" on {nodes}"
+            return Look("ending", f"{state}{where}{again}")
         if reason == "launch_failed_requeued_held":
             # Slurm would hold the job until somebody releases it.
             self.cancel(at_once=False)

@@ -77,7 +77,8 @@ def answer(
         (answer("RUNNING"), "running", "RUNNING on n[1-2]"),
         (answer("RUNNING", restarts=2), "running", "RUNNING on n[1-2], start 3"),
         (answer("SUSPENDED"), "queued", "SUSPENDED on n[1-2]"),
-        (answer("COMPLETING", restarts=1), "queued", "COMPLETING, start 2"),
+        (answer("COMPLETING", restarts=1), "ending", "COMPLETING on n[1-2], start 2"),
+        (answer("COMPLETING", nodes="(null)"), "ending", "COMPLETING"),
         (answer("PENDING", "BeginTime", restarts=1), "queued", "PENDING (BeginTime), start 2"),
     ],
 )
@@ -560,7 +561,7 @@ def test_a_job_is_submitted_again_under_another_name_if_the_controller_does_not_
         (
             BUSY,
             4,
-            r"did not answer 4 times to sbatch with .*job\.sbatch .*scontrol ping.*, it starts from",
+            r"did not answer 4 times to sbatch with .*job\.sbatch .*scontrol ping.*, it starts",
         ),
         ("invalid partition", 1, r"refused .*job\.sbatch: invalid partition: correct launch"),
     ],
