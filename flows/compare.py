@@ -6,6 +6,7 @@ import sys
 from prefect import flow
 
 from megacore.errors import MegacoreError
+from tasks._environment import check_proxies
 from tasks.compare import compare as compare_sides
 
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--as", dest="kind", choices=("models", "runs"))
     arguments = parser.parse_args()
     try:
+        check_proxies()
         return 0 if compare(arguments.a, arguments.b, arguments.kind) else 1
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -42,7 +42,13 @@ from megacore.artifact import Workspace, lock  # noqa: E402
 from megacore.artifact.files import reason_of, write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from megacore.redact import redact  # noqa: E402
-from tasks._environment import Login, password_file, prepare_environment, tracking_uri  # noqa: E402
+from tasks._environment import (  # noqa: E402
+    Login,
+    check_proxies,
+    password_file,
+    prepare_environment,
+    tracking_uri,
+)
 from tasks._mlflow import create_store, page_url  # noqa: E402
 
 HOST = "127.0.0.1"
@@ -157,6 +163,7 @@ def start(workspace: Workspace) -> None:
         raise LaunchError(
             f"{PREFECT_TOML} was not written by make server: move it away, then start again"
         )
+    check_proxies()
     check_backends()
     prefect_port, mlflow_port = _port("PREFECT_PORT", 4200), _port("MLFLOW_PORT", 5000)
     require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
@@ -397,6 +404,7 @@ def deploy(workspace: Workspace) -> None:
         raise ConfigError(
             "PREFECT_API_URL is not set: name the server, such as https://prefect.example.org/api"
         )
+    check_proxies()
     from httpx import HTTPError
     from prefect.exceptions import PrefectHTTPStatusError
 

@@ -25,7 +25,7 @@ from megacore.errors import (
 )
 from megacore.observe.logging import print_any_text
 from megacore.redact import redact, redact_values
-from tasks._environment import answers
+from tasks._environment import answers, check_proxies
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
 from tasks._orphans import database_problem, end_process, start_server
 
@@ -54,6 +54,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
         signal.signal(signal.SIGHUP, _raise_hung_up)
     last_line, code = "", 0
     try:
+        check_proxies()
         _require_server()
         if not PREFECT_API_URL.value():
             start_server()

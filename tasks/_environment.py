@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
+from megacore.errors import ConfigError
+from megacore.redact import redact
 
 PREFECT_DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 _PREFECT_DATABASES = {
@@ -70,6 +72,29 @@ def _reach_loopback_directly() -> None:
         missing = [name for name in _LOOPBACK if name not in names]
         exceptions = ",".join([*names, *missing])
     os.environ.update(dict.fromkeys(("no_proxy", "NO_PROXY"), exceptions))
+
+
+def check_proxies() -> None:
+    """Raise ConfigError if Prefect's HTTP client cannot use a proxy of the environment.
+
+    The client is made with all of them, also for servers that it reaches directly.
+    """
+    from httpx import Client
+
+    try:
+        Client(verify=False).close()
+    except (ImportError, ValueError) as error:
+        proxies = urllib.request.getproxies()
+        named = [name for name in ("http", "https", "all") if proxies.get(name)]
+        remedy = "correct it or unset it"
+        if isinstance(error, ImportError):
+            named = [name for name in named if proxies[name].startswith("socks")]
+            remedy = "install socksio (`pip install 'httpx[socks]'`), or unset it"
+        listed = ", ".join(f"{name}_proxy is {redact(proxies[name])}" for name in named)
+        raise ConfigError(
+            f"{listed} in the environment, and Prefect's HTTP client cannot use such a proxy: "
+            f"{remedy}"
+        ) from error
 
 
 def tracking_uri(workspace: Workspace) -> str:

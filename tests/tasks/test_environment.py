@@ -1,13 +1,16 @@
 """Settings of Prefect and MLflow in the environment."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import pytest
 
-from tasks._environment import prepare_environment
+from megacore.errors import ConfigError
+from tasks._environment import check_proxies, prepare_environment
 
 PROXY = "http://proxy.example.org:3128"
 SERVER, ELSEWHERE = "http://127.0.0.1:4200/api", "http://models.example.org/"
@@ -38,3 +41,51 @@ def test_servers_of_this_host_are_asked_without_a_proxy(
         transports = [client._transport_for_url(httpx.URL(url)) for url in (SERVER, ELSEWHERE)]
     assert transports[0] is client._transport
     assert (transports[1] is client._transport) == (prepared == "*")
+
+
+@pytest.mark.parametrize(
+    ("proxies", "sentence"),
+    [
+        (
+            {"ALL_PROXY": "socks5://me:secret@127.0.0.1:1", "http_proxy": PROXY},
+            r"^all_proxy is socks5://\*\*\*@127\.0\.0\.1:1 in the environment, .*: install socksio",
+        ),
+        (
+            {"https_proxy": "gopher://a"},
+            r"^https_proxy is gopher://a in .*: correct it or unset it$",
+        ),
+    ],
+)
+def test_a_proxy_that_the_http_client_cannot_use_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, proxies: dict[str, str], sentence: str
+) -> None:
+    others = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    monkeypatch.setattr(os, "environ", others | proxies)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    with pytest.raises(ConfigError, match=sentence):
+        check_proxies()
+
+
+def test_a_proxy_of_http_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"http_proxy": PROXY})
+    check_proxies()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("pretrain", "--dry-run"), ("compare", "a", "b")])
+def test_a_flow_refuses_such_a_proxy_before_it_starts(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    name, *arguments = words
+    result = subprocess.run(
+        [sys.executable, "-m", f"flows.{name}", *arguments],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "MEGACORE_WORKSPACE": str(tmp_path), "https_proxy": "gopher://a"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: https_proxy is gopher://a in the")
