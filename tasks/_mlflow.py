@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
-from megacore.artifact.build import is_locked
+from megacore.artifact.build import try_lock
 from megacore.artifact.files import (
     canonical_json,
     read_json,
@@ -435,10 +435,13 @@ def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> 
 def end_trained_run(tracking: Tracking, run_id: str, run_directory: Path) -> None:
     """Set the status of a finished training's run, unless another flow now extends the training.
 
+    A flow that starts to extend it waits until the status is set, and then sets its own.
+
     Raises TrackingError.
     """
-    if not is_locked(run_directory):
-        end_run(tracking, run_id)
+    with try_lock(run_directory, shared=True) as free:
+        if free:
+            end_run(tracking, run_id)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -16,6 +17,7 @@ from sqlalchemy.exc import OperationalError
 
 import tasks._mlflow
 from megacore.artifact import Workspace, lock
+from megacore.artifact.build import try_lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import MegacoreError, TrackingError, WorkspaceError
@@ -236,6 +238,29 @@ def test_publication_does_not_end_a_run_that_another_flow_extends(
         with lock(run_directory, shared=shared):
             end_trained_run(tracking, run_id, run_directory)
         assert tracking.client.get_run(run_id).info.status == status
+
+
+def test_a_flow_that_extends_a_run_waits_until_its_publication_has_ended_it(
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    end, extended = tracking.client.set_terminated, []
+
+    def ended(*arguments: Any) -> None:
+        with try_lock(run_directory) as free:
+            extended.append(free)
+        end(*arguments)
+
+    monkeypatch.setattr(tracking.client, "set_terminated", ended)
+    end_trained_run(tracking, run_id, run_directory)
+    assert extended == [False]
+    assert tracking.client.get_run(run_id).info.status == "FINISHED"
+    with try_lock(run_directory) as free:
+        assert free
 
 
 def test_store_of_a_moved_workspace_warns_of_files_at_its_old_place(
