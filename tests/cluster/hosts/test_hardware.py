@@ -26,7 +26,8 @@ ANSWER = b"Welcome\n" + json.dumps(GPUS.to_json()).encode() + b"\n"
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked_before() -> Iterator[None]:
+def nothing_asked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     hardware._first_answer.cache_clear()
     yield
     hardware._first_answer.cache_clear()
@@ -34,14 +35,18 @@ def nothing_asked_before() -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the hosts that are asked; `silent` ones do not answer, `odd` ones answer nonsense."""
+    """Record the hosts that are asked; `silent` ones do not answer, `odd` ones answer nonsense.
+
+    After an entry "cut off", no host answers.
+    """
     names: list[str] = []
 
     def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
+        cut_off = "cut off" in names
         names.extend(hosts)
         return [
             HostResult(host, 255, b"", "No route to host")
-            if host.startswith("silent")
+            if cut_off or host.startswith("silent")
             else HostResult(host, 0, b"Hello\n" if host.startswith("odd") else ANSWER, "")
             for host in hosts
         ]
@@ -79,6 +84,50 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path, asked: list[str]) ->
     )
     with pytest.raises(HostsSilentError, match=message):
         hardware_of(launch(tmp_path, "silent-1", "odd-2"))
+
+
+def test_last_answer_counts_if_no_host_answers(
+    tmp_path: Path, asked: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = launch(tmp_path, "silent-1", "worker-2")
+    told = hardware_of(config)
+    asked.append("cut off")
+    hardware._first_answer.cache_clear()
+    assert hardware_of(config) == told
+    assert hardware_of(config).host == "worker-2"
+    assert asked[3:] == ["silent-1", "worker-2"], "they are asked once more, and only once"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "(silent-1: ssh cannot reach it: No route to host; worker-2: ssh cannot" in message
+    assert "the hardware that worker-2 told on 20" in message
+    others = [{"ssh_config": str(tmp_path / "config")}, {"exclude": ["worker-2"]}]
+    (tmp_path / "config").touch()
+    for values in others:  # another host may have the name there, or has not answered yet
+        with pytest.raises(HostsSilentError):
+            hardware_of(launch(tmp_path, "silent-1", "worker-2", **values))
+
+
+def test_newest_answer_of_the_hosts_counts(tmp_path: Path, asked: list[str]) -> None:
+    for host in ("worker-1", "worker-3", "worker-2"):
+        hardware_of(launch(tmp_path, host))
+    asked.append("cut off")
+    assert hardware_of(launch(tmp_path, "worker-1", "worker-2", "worker-4")).host == "worker-2"
+
+
+def test_damaged_answers_are_replaced_with_a_warning(
+    tmp_path: Path, asked: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = tmp_path / "host_hardware.json"
+    for text, warned in (("{", True), ('{"worker-1": {"ssh_config": null}}', False), ("[]", False)):
+        answers.write_text(text)
+        with pytest.raises(HostsSilentError):
+            hardware_of(launch(tmp_path, "silent-1"))
+        hardware._first_answer.cache_clear()
+        hardware_of(launch(tmp_path, "worker-1"))
+        hardware._first_answer.cache_clear()
+        assert ("host_hardware.json cannot be read" in caplog.text) is warned
+        caplog.clear()
+    asked.append("cut off")
+    assert hardware_of(launch(tmp_path, "worker-1")).gpus == GPUS.gpus
 
 
 @pytest.mark.parametrize(
