@@ -161,7 +161,7 @@ def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
         # Without this initializer, the pool's processes would outlive a killed flow.
         return ProcessPoolTaskRunner(max_workers=data.shard_workers, initializer=die_with_parent)
     try:
-        from prefect_dask.task_runners import DaskTaskRunner
+        from prefect_dask import DaskTaskRunner  # type: ignore[attr-defined]
     except ImportError as error:
         raise ConfigError(
             f"data.shard_runner is dask, but {error.name} is not installed: install "

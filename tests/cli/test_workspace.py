@@ -137,6 +137,7 @@ def test_plan_is_of_the_hosts_of_the_hostfile(
         return [HostResult(host, 255 if silent else 0, answer, problem) for host in hosts]
 
     monkeypatch.setattr(hosts_hardware, "run_on_hosts", run)
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "none"))  # it would keep the answer
     hosts_hardware._first_answer.cache_clear()
     hosts = tmp_path / "hosts"
     hosts.write_text("worker-1 slots=2\nworker-2 slots=2\n", encoding="utf-8")
