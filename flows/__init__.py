@@ -5,10 +5,12 @@ import gc
 import sys
 
 from megacore.errors import MegacoreError
+from megacore.observe.logging import prepare_output
 from tasks._environment import prepare_environment
 from tasks._logging import shorten_user_errors
 from tasks._orphans import GC_THRESHOLDS
 
+prepare_output()
 gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
 atexit.register(gc.freeze)  # nothing needs to be collected when the process ends
 try:

@@ -23,7 +23,6 @@ from megacore.errors import (
     TrainingStoppedError,
     WorkspaceError,
 )
-from megacore.observe.logging import print_any_text
 from megacore.redact import redact, redact_values
 from tasks._environment import answers, check_proxies
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
@@ -47,7 +46,6 @@ def run_flow(flow: Flow[..., Any]) -> None:
     The last line of a failed command is the error: a user error prints one sentence and sets the
     exit code.
     """
-    print_any_text()
     arguments, switches = _parse(flow)
     signal.signal(signal.SIGTERM, _raise_terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it

@@ -483,6 +483,8 @@ def end_process(last_line: str, code: int) -> NoReturn:
     logging.raiseExceptions = False  # Prefect would report logs that no server takes
     from prefect._internal.concurrency.services import QueueService
 
+    from megacore.observe.logging import flush_output
+
     module = sys.modules.get(_SERVER_MODULE)
     server = module.SubprocessASGIServer() if module else None
     process = server.server_process if server else None
@@ -493,10 +495,13 @@ def end_process(last_line: str, code: int) -> NoReturn:
         if process is not None and not lost:
             server.wait_for_records(_ended_task_runs, deadline)
         server.stop()
-    sys.stdout.flush()
-    if last_line:
-        sys.stderr.write(f"{last_line}\n")
-    sys.stderr.flush()
+    unwritten = flush_output()
+    with contextlib.suppress(OSError):  # as for stdout; there is no other place for this
+        if unwritten is not None:
+            sys.stderr.write(f"warning: {unwritten}\n")
+        if last_line:
+            sys.stderr.write(f"{last_line}\n")
+        sys.stderr.flush()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,14 +1,12 @@
 """Dry run of a flow: the key of each stage and the state of its artifact."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from prefect.artifacts import create_table_artifact
-from rich.console import Console
 from rich.table import Table
 
 from megacore.artifact import Artifact, StageKey, open_artifact
@@ -16,7 +14,7 @@ from megacore.errors import MegacoreError
 from megacore.redact import redact_values
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
-from tasks._stage_runner import store_config
+from tasks._stage_runner import Output, store_config
 
 
 class PlannedStage(NamedTuple):
@@ -88,7 +86,7 @@ def show_config(config: FlowConfig) -> None:
     store_config(config)
     values = redact_values(config.model_dump(mode="json", exclude_unset=True))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    Console().print(
+    Output().print(
         f"configuration {config.name}, merged, without defaults:\n\n{text}",
         soft_wrap=True,
         highlight=False,
@@ -123,7 +121,7 @@ def show_plan(
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Output()
     console.print(table)
     console.print(cost, soft_wrap=True, highlight=False, markup=False)
     if warning is not None:

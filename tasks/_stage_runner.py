@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from megacore.artifact import Artifact
 from megacore.artifact.files import access_error
 from megacore.config.load import name_of
 from megacore.errors import MegacoreError, TrainingStoppedError
+from megacore.observe.logging import output_fault
 from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
@@ -209,20 +209,37 @@ class StageRunner(Generic[Config]):
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]
         create_table_artifact(cells, key="stages", description=f"stages of {self.config.name}")
-        console = Console(width=None if sys.stdout.isatty() else 160)
+        console = Output()
         table = Table(title=f"stages of {self.config.name}")
         for column in cells[0]:
             table.add_column(column, overflow="fold", no_wrap=column in ("stage", "outcome", "key"))
         for row in cells:
             table.add_row(*row.values())
-        with suppress(OSError):  # the terminal was closed
-            console.print(table)
+        console.print(table)
         if self.summary:
             create_markdown_artifact(
                 self.summary, key="summary", description=f"outcome of {self.config.name}"
             )
-            with suppress(OSError):
-                console.print(Markdown(self.summary))
+            console.print(Markdown(self.summary))
+
+
+class Output(Console):
+    """Console on standard output that ends no flow if that was closed or cannot be written."""
+
+    def __init__(self) -> None:
+        super().__init__(width=None if sys.stdout.isatty() else 160)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, or warn if it cannot be written."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self.quiet = True
+            get_run_logger().warning(output_fault(error) or str(error))
+
+    def on_broken_pipe(self) -> None:
+        """Print no more. Rich would end the process."""
+        self.quiet = True
 
 
 def store_config(config: FlowConfig) -> None:

@@ -24,7 +24,7 @@ from megacore.cli.plan import plan
 from megacore.cli.tokenize import TokenizeCommand, tokenize
 from megacore.cli.workspace import clean, runs, stop
 from megacore.errors import MegacoreError
-from megacore.observe.logging import print_any_text
+from megacore.observe.logging import flush_output, output_fault, prepare_output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,7 +79,7 @@ app.command(cls=IndexCommand)(index)
 
 def main() -> None:
     """Run the command line, and report a MegacoreError as one sentence and an exit code."""
-    print_any_text()
+    prepare_output()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
@@ -88,11 +88,12 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(error.exit_code) from None
     except OSError as error:
-        fault = access_error(error)
+        fault = access_error(error) or output_fault(error)
         if fault is None:
             raise
+        flush_output()
         sys.stderr.write(f"error: {fault}\n")
-        raise SystemExit(fault.exit_code) from None
+        raise SystemExit(getattr(fault, "exit_code", 1)) from None
     except MemoryError as error:
         sys.stderr.write(f"error: this machine's memory does not suffice ({error}): ask for less\n")
         raise SystemExit(1) from None
@@ -113,6 +114,8 @@ def _leave() -> NoReturn:
     Freeing vocabularies and their caches would take 0.2 s.
     """
     logging.shutdown()
-    sys.stdout.flush()
+    problem = flush_output()
+    if problem is not None:
+        sys.stderr.write(f"error: {problem}\n")
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(0 if problem is None else 1)

@@ -4,9 +4,11 @@ The fields up to the number of nan iterations have Megatron-LM's names and order
 Megatron-DeepSpeed follow, then further ones.
 """
 
+import errno
 import io
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,20 +26,51 @@ memory_logger = logging.getLogger("megacore.memory")
 PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of an output that is no closed pipe."""
 _TIME = "%Y-%m-%d %H:%M:%S"
 MFU_NAMES = {"mfu": "of the vendor's peak", "mfu_measured": "of measured matmuls"}
 """Rate to which each MFU of a step event is relative."""
 
 
-def print_any_text() -> None:
-    """Let this process print characters that its terminal's encoding lacks, as escapes.
+def prepare_output() -> None:
+    """Let this process print any text to whatever its standard output and error are.
 
-    An ASCII terminal then shows Japanese text as backslashes and numbers instead of ending the
-    program.
+    Characters that a terminal's encoding lacks are printed as escapes: an ASCII terminal shows
+    Japanese text as backslashes and numbers. Streams that the caller has closed (`>&-`) are opened
+    on /dev/null; otherwise the next file would have their number, and children would print into it.
+    Call it before a file is opened.
     """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def output_fault(error: OSError) -> str | None:
+    """Return the sentence for an error of standard output; None for one that names a file."""
+    if error.filename is not None or error.errno not in _UNWRITABLE:
+        return None
+    return f"standard output cannot be written ({error.strerror}): direct it to another place"
+
+
+def flush_output() -> str | None:
+    """Flush standard output; return the sentence for an error.
+
+    What was not written is dropped then: the interpreter would fail on it at its end.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        return output_fault(error)
+    return None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ def test_rank_0_logs_information_and_other_ranks_only_warnings(
 
 def test_characters_that_a_terminal_lacks_are_printed_as_escapes() -> None:
     program = (
-        "from megacore.observe.logging import print_any_text; print_any_text(); print('a日本')"
+        "from megacore.observe.logging import prepare_output; prepare_output(); print('a日本')"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -156,3 +157,35 @@ def test_characters_that_a_terminal_lacks_are_printed_as_escapes() -> None:
         check=True,
     )
     assert result.stdout == "a\\u65e5\\u672c\n"
+
+
+def test_closed_streams_are_opened_before_a_file_takes_their_number() -> None:
+    program = (
+        "from megacore.observe.logging import prepare_output; prepare_output(); import os, sys; "
+        "print('lost'); sys.stderr.write('lost'); sys.exit(os.open('/dev/null', os.O_RDONLY))"
+    )
+    command = f'exec {shlex.quote(sys.executable)} -c "$PROGRAM" <&- >&- 2>&-'
+    result = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"PROGRAM": program, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert result.returncode > 2
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_one_sentence(unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", "from megacore.cli import main; main()", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert result.stderr == (
+        "error: standard output cannot be written (No space left on device): direct it to another "
+        "place\n"
+    )
+    assert result.returncode == 1
