@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
+from megacore.artifact.workspace import require_working_directory
 from megacore.errors import ConfigError
 from megacore.redact import redact
 
@@ -32,8 +33,9 @@ def prepare_environment() -> Workspace:
     """Direct all files of Prefect and MLflow into the workspace, and keep both off the network.
 
     Variables that the user or a server has set (PREFECT_API_URL, MLFLOW_TRACKING_URI, …) stay.
-    Raises WorkspaceError when the workspace cannot be written.
+    Raises WorkspaceError when the workspace cannot be written or the working directory is gone.
     """
+    require_working_directory()
     workspace = Workspace.of()
     home = workspace.prefect_home
     settings = {

@@ -55,6 +55,17 @@ CONFIG_KEY = "config"
 """Key in a checkpoint's state of the configuration it was written with, in JSON."""
 
 
+def require_working_directory() -> None:
+    """Raise WorkspaceError if the working directory was deleted, to which paths are relative."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise WorkspaceError(
+            f"the working directory cannot be found ({error.strerror}), it may have been deleted: "
+            "change to another one with cd, then run the same command again"
+        ) from error
+
+
 def workspace_root() -> Path:
     """Return the absolute path of MEGACORE_WORKSPACE, else of ./workspace; it need not exist."""
     return Path(os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()

@@ -11,6 +11,7 @@ import typer
 
 from megacore import __version__
 from megacore.artifact.files import access_error
+from megacore.artifact.workspace import require_working_directory
 from megacore.cli.adopt import adopt
 from megacore.cli.compare import compare
 from megacore.cli.convert import export, import_
@@ -83,6 +84,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
+        require_working_directory()
         app(standalone_mode=True)
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -9,7 +9,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 import pytest
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, WorkspaceError
 from tasks._environment import check_proxies, prepare_environment
 
 PROXY = "http://proxy.example.org:3128"
@@ -89,3 +89,15 @@ def test_a_flow_refuses_such_a_proxy_before_it_starts(
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: https_proxy is gopher://a in the")
+
+
+def test_a_deleted_working_directory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(WorkspaceError, match=r"may have been deleted: change to another one"):
+        prepare_environment()
