@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _ROLES = ("bos_token", "pad_token", "cls_token", "sep_token", "mask_token", "unk_token")
 _EXTRA_IDS = 100
 """Default number of T5's sentinels, if tokenizer_config.json has no `extra_ids`."""
+SPLIT_SPECIAL = "split_special_tokens"
+"""Key of tokenizer_config.json; if true, special tokens in a text are encoded as ordinary text."""
 _SENTENCEPIECE = (MODEL_NAME, "spiece.model")
 
 
@@ -35,7 +37,8 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
     """Convert the tokenizer of a transformers directory to ours, in the empty `directory`.
 
     It is read from tokenizer.json if present, else from a SentencePiece model, BERT's vocab.txt, or
-    GPT-2's vocab.json and merges.txt. The end of a document is the eos_token of
+    GPT-2's vocab.json and merges.txt. An export of a SentencePiece model has both of the first two;
+    the model is read. The end of a document is the eos_token of
     tokenizer_config.json, else its sep_token.
 
     Returns:
@@ -200,10 +203,11 @@ def _settings(source: Path) -> dict[str, Any]:
 
 def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
     files = {path.name for path in source.iterdir()} if source.is_dir() else set()
-    if TOKENIZER_NAME in files:
+    model = next((name for name in _SENTENCEPIECE if name in files), None)
+    # An export of a SentencePiece model has both: only the model reads special tokens as text.
+    if TOKENIZER_NAME in files and not (model and settings.get(SPLIT_SPECIAL)):
         path = source / TOKENIZER_NAME
         return JsonTokenizer(read_backend(path), _end(settings, path))
-    model = next((name for name in _SENTENCEPIECE if name in files), None)
     if model is not None:
         # imported here because only SentencePiece tokenizers need it
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel

@@ -72,7 +72,7 @@ class Tokenizer(ABC):
         """Return the text of the ids, including special tokens."""
 
     def decode_as_exported(self, ids: Sequence[int]) -> str:
-        """Return the text that transformers decodes from the ids with the files of `save`."""
+        """Return the text that transformers decodes from the ids with only the files of `save`."""
         return self.decode(ids)
 
     @abstractmethod

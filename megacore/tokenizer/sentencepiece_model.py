@@ -1,6 +1,7 @@
 """A SentencePiece model (Kudo and Richardson 2018) as a tokenizer."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from megacore.artifact.files import access_errors, regular, workspace_errors, write_json
 from megacore.errors import DataFormatError
@@ -23,6 +26,30 @@ from megacore.tokenizer.load import (
 
 _SPACE = "▁"
 """Character that a piece has in place of a space."""
+_NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
+"""Types of pieces in a model."""
+_BPE = 2
+"""Type of a BPE in a model's trainer_spec."""
+_GUARD = "\ufdd0"
+"""Noncharacter, which no text has."""
+_ALL = 1 << 16
+"""Number of spaces that is more than a piece has."""
+_PROBES = (
+    "",
+    " ",
+    "    ",
+    "a",
+    " The quick  brown fox\n\n\tjumps over 3.14159 lazy dogs!  ",
+    "\nline\r\nline\n   indented\n\n\n",
+    "\0\x01\x7f\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{IDEOGRAPHIC SPACE}",
+    "▁▁ ▁a▁",
+    "Größe e\N{COMBINING ACUTE ACCENT} ａ\N{COMBINING ACUTE ACCENT} ½ ﬁ İ ẞ ſ",
+    "中文 日本語 ｶﾞ 한국어 हिन्दी שלום Привет",
+    "💡👩‍👩‍👧🇩🇪👍🏽",
+    "ababababab aaaaaaaaaaaaa ======= 1000000000000 hahahahaha",
+    "<s>a</s><unk><0x0A><pad>",
+)
+"""Texts that an exported tokenizer must encode and decode equally."""
 
 
 class SentencePieceModel(Tokenizer):
@@ -86,6 +113,43 @@ class SentencePieceModel(Tokenizer):
         pieces = (str(self._processor.id_to_piece(int(token))) for token in ids)
         return "".join(pieces).replace(_SPACE, " ").strip()
 
+    def exported(self) -> tokenizers.Tokenizer | None:
+        """Return a tokenizer of the library tokenizers with the same ids and texts.
+
+        Set its `encode_special_tokens`, so that control symbols in a text are encoded as ordinary
+        text.
+
+        Returns:
+            The tokenizer, or None if the library cannot equal the model, or if a probe text or a
+            piece is encoded or decoded differently. It equals BPEs without normalization rules: a
+            charsmap is applied per grapheme there, and the scores of a unigram are added in fp64
+            instead of fp32, which decides near-ties in long texts differently.
+        """
+        backend = _converted(self._model)
+        if backend is None:
+            return None
+        controls = [token for token in self.special_ids() if self._processor.IsControl(token)]
+        backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(
+                    self._processor.id_to_piece(token), normalized=False, special=True
+                )
+                for token in sorted(controls)
+            ]
+        )
+        backend.encode_special_tokens = True
+        pieces = [piece.replace(_SPACE, " ") for piece in self.tokens()]
+        texts = [*_PROBES, *pieces, *(f"a{piece}b" for piece in pieces)]
+        expected = self._processor.encode(texts, out_type=int, num_threads=1)
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        if any(
+            encoding.ids != ids for encoding, ids in zip(encodings, expected, strict=True)
+        ) or backend.decode_batch(expected, skip_special_tokens=False) != [
+            self.decode(ids) for ids in expected
+        ]:
+            return None
+        return backend
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece, or None if the vocabulary lacks it."""
         piece_id = int(self._processor.piece_to_id(token))
@@ -118,7 +182,8 @@ class SentencePieceModel(Tokenizer):
         """Write tokenizer.model and tokenizer_config.json.
 
         `AutoTokenizer` of transformers 5 reads them as well, but encodes control symbols in a text
-        as their ids, and decodes as `decode_as_exported` does. Raises WorkspaceError.
+        as their ids, and decodes as `decode_as_exported` does. An export of a model therefore has
+        the tokenizer of `exported` too. Raises WorkspaceError.
         """
         with workspace_errors(directory):
             (directory / MODEL_NAME).write_bytes(self._model)
@@ -140,6 +205,108 @@ class SentencePieceModel(Tokenizer):
             **(roles or {}),
         }
         write_json(directory / TOKENIZER_CONFIG_NAME, config)
+
+
+def _converted(model: bytes) -> tokenizers.Tokenizer | None:
+    """Convert a BPE without normalization rules; return None for other models."""
+    fields = list(_fields(model))
+    # field 1: pieces, 2: trainer_spec, 3: normalizer_spec, 5: denormalizer_spec
+    trainer, normalizer, denormalizer = (
+        dict(chain.from_iterable(_fields(value) for key, value in fields if key == number))
+        for number in (2, 3, 5)
+    )
+    pieces = [dict(_fields(value)) for key, value in fields if key == 1]
+    texts = [bytes(piece[1]).decode() for piece in pieces]
+    kinds = [piece.get(3, _NORMAL) for piece in pieces]
+    if (
+        trainer.get(3) != _BPE
+        or trainer.get(24)  # treat_whitespace_as_suffix
+        or normalizer.get(2)  # precompiled_charsmap
+        or denormalizer.get(2)
+        or not normalizer.get(5, True)  # escape_whitespaces
+        or _UNUSED in kinds
+        or kinds.count(_UNKNOWN) != 1
+    ):
+        return None
+    scores = {
+        text: float(np.frombuffer(piece.get(2, bytes(4)), "<f4")[0])
+        for text, piece, kind in zip(texts, pieces, kinds, strict=True)
+        if kind == _NORMAL
+    }
+    merges = [
+        (-score, cut, (text[:cut], text[cut:]))
+        for text, score in scores.items()
+        for cut in range(1, len(text))
+        if text[:cut] in scores and text[cut:] in scores
+    ]
+    merges.sort(key=lambda merge: merge[:2])
+    symbols = [text for text, kind in zip(texts, kinds, strict=True) if kind == _USER_DEFINED]
+    unknown = texts[kinds.index(_UNKNOWN)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={text: number for number, text in enumerate(texts)},
+            merges=[pair for _, _, pair in merges],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=bool(trainer.get(35)),
+            ignore_merges=bool(symbols),  # a user-defined symbol has no merges
+        )
+    )
+    prefix, strip = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))
+    steps: list[Any] = []
+    if strip:  # remove_extra_whitespaces
+        steps += [
+            normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    if prefix:  # add_dummy_prefix
+        steps.append(normalizers.Prepend(_SPACE))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    if symbols:
+        longest_first = sorted(symbols, key=len, reverse=True)
+        backend.pre_tokenizer = pre_tokenizers.Split(
+            Regex("|".join(map(re.escape, longest_first))), "isolated"
+        )
+    surface = bytes(trainer.get(44, " \N{DOUBLE QUESTION MARK} ".encode())).decode()
+    # A space of the surface at the start of a text is no white space that is removed.
+    guard = _GUARD if strip and not trainer.get(35) else ""
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(unknown, f"{guard}{surface}"),
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", _ALL if strip else 1, 0)] if prefix or strip else []),
+            *([decoders.Replace(guard, "")] if guard else []),
+        ]
+    )
+    return backend
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and value (int or bytes) of each field of a serialized protobuf message."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(message):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        yield key >> 3, message[place : place + size]
+        place += size
 
 
 def _control_symbol(token: str) -> bytes:

@@ -21,6 +21,7 @@ from megacore.convert.parity import (
 )
 from megacore.convert.report import ParityReport
 from megacore.convert.source import CheckpointTensors
+from megacore.convert.tokenizers import read_tokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import build_tokenizer
@@ -261,7 +262,10 @@ def test_a_wrong_tokenizer_fails_the_gate(exported: Exported, tmp_path: Path) ->
     assert report["first_differing_layer"] is None
 
 
-def test_a_sentencepiece_model_with_bytes_passes_the_gate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["tokenizer.json", "pieces"])
+def test_a_sentencepiece_model_with_bytes_passes_the_gate(
+    exported: Exported, tmp_path: Path, form: str
+) -> None:
     import sentencepiece
 
     text = "the quick brown fox\n  jumps over the lazy dog, größe 💡\n"
@@ -269,7 +273,8 @@ def test_a_sentencepiece_model_with_bytes_passes_the_gate(tmp_path: Path) -> Non
         sentence_iterator=iter(text.splitlines() * 40),
         model_prefix=str(tmp_path / "m"),
         vocab_size=320,
-        model_type="bpe",
+        model_type="bpe" if form == "tokenizer.json" else "unigram",
+        hard_vocab_limit=False,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
@@ -277,13 +282,24 @@ def test_a_sentencepiece_model_with_bytes_passes_the_gate(tmp_path: Path) -> Non
     )
     ours = SentencePieceModel.read(tmp_path / "m.model")
     ours.save(tmp_path)
-    theirs = load_exported_tokenizer(tmp_path)
+    directory = tmp_path / "copied"
+    directory.mkdir()
+    copy_tokenizer(tmp_path, directory, exported.job.spec)
+    assert (directory / "tokenizer.json").exists() == (form == "tokenizer.json")
+    # transformers reads the tokenizer of a Mistral without a tokenizer.json with another class
+    kind = "mistral" if form == "tokenizer.json" else "llama"
+    (directory / "config.json").write_text(json.dumps({"model_type": kind}))
+    theirs = load_exported_tokenizer(directory)
+    ids = ours.encode(f"{text} </s>" * 3).tolist()
+    assert form == "pieces" or theirs.decode(ids) == f"{text} </s>" * 3
     report = ParityReport(1e-4)
     ids = ours.encode(text * 3).tolist()
     samples = [ids[start : start + 16] for start in range(0, len(ids), 16)]
     compare_tokenizers(report, ours, theirs, special_tokens(ours), samples)
     assert report.problems == []
     assert report.tokenizer_tokens > 50
+    read, _ = read_tokenizer(directory)
+    assert isinstance(read, SentencePieceModel)
     theirs.decode = lambda ids: "".join(theirs.convert_ids_to_tokens(ids))
     compare_tokenizers(report, ours, theirs, special_tokens(ours), samples)
     assert "samples to another text" in report.problems[0]

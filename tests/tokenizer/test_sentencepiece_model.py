@@ -11,6 +11,7 @@ from megacore.config.spec import SpecialTokens
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, fingerprint
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
 from tests.tokenizer._corpora import documents, write_corpus
 
@@ -88,6 +89,53 @@ def test_text_of_an_export_is_that_of_transformers(
         for part in (ids, ids[:-1], ids[1:]):
             known = [token for token in part if token != tokenizer.token_id("<unk>")]
             assert tokenizer.decode_as_exported(known) == theirs.decode(known)
+
+
+EQUAL_TEXTS = [
+    *TEXTS,
+    " ",
+    "\n",
+    " hello\r\n\tworld\0\n\n",
+    "▁▁a ▁",
+    "e\N{COMBINING ACUTE ACCENT} ½ ﬁ 中文 👩‍👩‍👧 123456",
+    "aaaaaaa" + " " * 40 + "x" * 40,
+    "hello<sym>world <sym>",
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BYTES,
+        BYTES | {"remove_extra_whitespaces": True},
+        BYTES | {"add_dummy_prefix": False, "split_digits": True},
+        BYTES | {"user_defined_symbols": ["<sym>", "llo"]},
+        BYTES | {"byte_fallback": False, "vocab_size": 40, "remove_extra_whitespaces": True},
+    ],
+)
+def test_exported_tokenizer_equals_the_model(tmp_path: Path, options: dict[str, object]) -> None:
+    model = SentencePieceModel.read(Path(train(tmp_path, **options).model_file))
+    model.add_special_tokens(["<extra_0>"])
+    backend = model.exported()
+    assert backend is not None
+    for text in [*EQUAL_TEXTS, "\n".join(EQUAL_TEXTS * 5), "a<extra_0>"]:
+        ids = model.encode(text).tolist()
+        assert backend.encode(text, add_special_tokens=False).ids == ids
+        assert backend.decode(ids, skip_special_tokens=False) == model.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BYTES | {"model_type": "unigram", "hard_vocab_limit": False},
+        BYTES | {"normalization_rule_name": "nmt_nfkc"},
+        BYTES | {"treat_whitespace_as_suffix": True},
+        BYTES | {"add_dummy_prefix": False, "user_defined_symbols": ["<sym>"]},
+    ],
+)
+def test_other_kinds_have_no_exported_tokenizer(tmp_path: Path, options: dict[str, object]) -> None:
+    model = SentencePieceModel.read(Path(train(tmp_path, **options).model_file))
+    assert model.exported() is None
 
 
 def test_documents_end_with_the_end_of_sentence_piece(tmp_path: Path, out: Path) -> None:

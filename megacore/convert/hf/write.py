@@ -24,8 +24,10 @@ from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.hf.t5 import caches_decoder
 from megacore.convert.key_map import KeyMap
-from megacore.convert.tokenizers import read_tokenizer
+from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
 from megacore.errors import ConversionError
+from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_NAME
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
@@ -116,7 +118,8 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
     """Copy the tokenizer's files and set its `model_max_length` to the model's positions.
 
     The source is a directory of megacore or transformers. A tokenizer without a bos_token gets the
-    model's, if it has one that is not eod.
+    model's, if it has one that is not eod. A SentencePiece model also gets a tokenizer.json that
+    encodes and decodes as it does, if `SentencePieceModel.exported` has one.
 
     Raises:
         ConversionError: if the tokenizer's configuration cannot be read or no token ends a
@@ -134,6 +137,8 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
         if (source / name).is_file():
             with workspace_errors(directory):
                 shutil.copyfile(source / name, directory / name)
+    if (source / MODEL_NAME).is_file() and not (source / TOKENIZER_NAME).is_file():
+        settings |= _write_backend(SentencePieceModel.read(source / MODEL_NAME), directory)
     bos = spec.special_tokens.bos
     if bos is not None and settings.get("bos_token") is None:
         tokenizer, roles = read_tokenizer(source)
@@ -143,6 +148,23 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
     write_json(
         directory / path.name, {**settings, "model_max_length": spec.max_position_embeddings}
     )
+
+
+def _write_backend(model: SentencePieceModel, directory: Path) -> dict[str, Any]:
+    """Write the tokenizer.json of a SentencePiece model and return the settings that it needs.
+
+    A model that has none needs no settings.
+    """
+    backend = model.exported()
+    if backend is None:
+        return {}
+    with workspace_errors(directory):
+        (directory / TOKENIZER_NAME).write_text(backend.to_str(), encoding="utf-8")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        SPLIT_SPECIAL: True,
+    }
 
 
 def write_safetensors(
