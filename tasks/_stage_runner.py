@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import re
 import shlex
 import sys
@@ -35,6 +36,8 @@ from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
 from tasks._logging import CountedRetries
 from tasks._orphans import note_ended
+
+_log = logging.getLogger("prefect.megacore")
 
 DELETED = "Deleted"
 """Name of the state of a task run whose checkpoint was deleted before the stage was done."""
@@ -235,7 +238,7 @@ class Output(Console):
             super().print(*objects, **options)
         except OSError as error:
             self.quiet = True
-            get_run_logger().warning(output_fault(error) or str(error))
+            _log.warning(output_fault(error) or str(error))
 
     def on_broken_pipe(self) -> None:
         """Print no more. Rich would end the process."""

@@ -31,7 +31,7 @@ def test_a_closed_pipe_does_not_end_a_flow(
 def test_an_output_that_cannot_be_written_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_stage_runner, "get_run_logger", lambda: logging.getLogger("flow"))
+    monkeypatch.setattr(_stage_runner, "_log", logging.getLogger("flow"))
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
         output = Output()
