@@ -6,10 +6,11 @@ The check that a configuration can be exported runs before training starts.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from megacore.config.base import Section
-from megacore.config.data import DataConfig
+from megacore.config.data import DataConfig, SentencePieceTokenizer, TokenizerChoice
 from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
@@ -302,6 +303,32 @@ def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+_OWN_TOKENIZER = {"qwen2": True, "mistral": False, "olmo2": False, "phi3": False}
+"""Model types for which transformers 5 replaces the class of a SentencePiece model by another one,
+which encodes differently: True if it also does so for an export with a tokenizer.json."""
+
+
+def _check_sentencepiece(hf_class: Counterpart, tokenizer: TokenizerChoice) -> None:
+    always = _OWN_TOKENIZER.get(hf_class.model_type)
+    if always is None or not isinstance(tokenizer, SentencePieceTokenizer):
+        return
+    if not always:
+        # imported here because other tokenizers do not need it
+        from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+
+        path = Path(tokenizer.model_file)
+        # A later export does not need the file; a training without it is refused elsewhere.
+        if not path.is_file() or SentencePieceModel.read(path).exported() is not None:
+            return
+    kind = "a SentencePiece model" if always else "a SentencePiece model without a tokenizer.json"
+    raise ConfigError(
+        f"data.tokenizer is {kind}, which transformers reads as another tokenizer for a "
+        f"{hf_class.architecture}, so that the export would fail its gate: give the tokenizer as a "
+        "tokenizer.json with data.tokenizer.kind hf"
+        f"{'' if always else ', or a SentencePiece BPE without normalization rules'}"
+    )
+
+
 def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
     """Check that a model of these configuration sections can be converted and pass the gate.
 
@@ -309,9 +336,10 @@ def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
         ConversionError: if no class of transformers has this configuration; the message names what
             to set.
         ConfigError: if the gate would have no validation samples, or only samples too short for a
-            continuation.
+            continuation, or if transformers would read the tokenizer with another class.
+        DataFormatError, FileAccessError: if a SentencePiece model is damaged or cannot be read.
     """
-    counterpart(family, model)
+    _check_sentencepiece(counterpart(family, model), data.tokenizer)
     if parse_split(data.split_weights)[1] == 0:
         raise ConfigError(
             f"data.split {data.split_weights!r} leaves no validation samples on which the "

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from megacore.convert import counterparts, exportable
 from megacore.errors import ConfigError, ConversionError
 from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
+from tests.tokenizer.test_sentencepiece_model import train
 
 
 def with_data(**data: object) -> RunConfig:
@@ -51,6 +53,42 @@ def test_no_validation_split_is_refused(split: str) -> None:
 def test_sequences_of_one_token_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.seq_length 1 .* at least 2"):
         check(with_data(seq_length=1))
+
+
+_LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "refusal"),
+    [
+        ({}, "nmt_nfkc", None),
+        ({"sliding_window": 4}, "identity", None),
+        (
+            {"sliding_window": 4},
+            "nmt_nfkc",
+            "without a tokenizer.json, .* a MistralForCausalLM, so",
+        ),
+        ({"rotary_percent": 0.5}, "nmt_nfkc", "without a tokenizer.json, .* a Phi3ForCausalLM, so"),
+        ({"add_qkv_bias": True}, "identity", "a SentencePiece model, .* a Qwen2ForCausalLM, so"),
+    ],
+)
+def test_a_sentencepiece_model_that_transformers_replaces_is_refused(
+    tmp_path: Path, options: dict[str, object], rule: str, refusal: str | None
+) -> None:
+    model = tiny_config(**_LLAMA, **options).model
+    bpe = train(tmp_path, model_type="bpe", normalization_rule_name=rule)
+    config = with_data(tokenizer=bpe).model_copy(update={"model": model})
+    if refusal is None:
+        check(config)
+    else:
+        with pytest.raises(ConfigError, match=refusal):
+            check(config)
 
 
 def test_the_check_imports_neither_torch_nor_transformers() -> None:
