@@ -320,7 +320,9 @@ def _check_sentencepiece(hf_class: Counterpart, tokenizer: TokenizerChoice) -> N
         # A later export does not need the file; a training without it is refused elsewhere.
         if not path.is_file() or SentencePieceModel.read(path).exported() is not None:
             return
-    kind = "a SentencePiece model" if always else "a SentencePiece model without a tokenizer.json"
+    kind = (
+        "a SentencePiece model" if always else "a SentencePiece model that no tokenizer.json equals"
+    )
     raise ConfigError(
         f"data.tokenizer is {kind}, which transformers reads as another tokenizer for a "
         f"{hf_class.architecture}, so that the export would fail its gate: give the tokenizer as a "

@@ -72,9 +72,13 @@ _LLAMA = {
         (
             {"sliding_window": 4},
             "nmt_nfkc",
-            "without a tokenizer.json, .* a MistralForCausalLM, so",
+            "that no tokenizer.json equals, .* a MistralForCausalLM, so",
         ),
-        ({"rotary_percent": 0.5}, "nmt_nfkc", "without a tokenizer.json, .* a Phi3ForCausalLM, so"),
+        (
+            {"rotary_percent": 0.5},
+            "nmt_nfkc",
+            "that no tokenizer.json equals, .* a Phi3ForCausalLM, so",
+        ),
         ({"add_qkv_bias": True}, "identity", "a SentencePiece model, .* a Qwen2ForCausalLM, so"),
     ],
 )
