@@ -26,10 +26,14 @@ from megacore.tokenizer.load import (
 
 _SPACE = "▁"
 """Character that a piece has in place of a space."""
+# Numbers of fields and values in sentencepiece_model.proto of google/sentencepiece. The module that
+# protoc generated from it comes with sentencepiece, but needs a matching version of protobuf.
+_PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
+_TEXT, _SCORE, _KIND = 1, 2, 3
 _NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
-"""Types of pieces in a model."""
+_MODEL_TYPE, _WHITESPACE_AS_SUFFIX, _BYTE_FALLBACK, _UNK_SURFACE = 3, 24, 35, 44
 _BPE = 2
-"""Type of a BPE in a model's trainer_spec."""
+_CHARSMAP, _DUMMY_PREFIX, _REMOVE_EXTRA_WHITESPACES, _ESCAPE_WHITESPACES = 2, 3, 4, 5
 _GUARD = "\ufdd0"
 """Noncharacter, which no text has."""
 _ALL = 1 << 16
@@ -114,16 +118,13 @@ class SentencePieceModel(Tokenizer):
         return "".join(pieces).replace(_SPACE, " ").strip()
 
     def exported(self) -> tokenizers.Tokenizer | None:
-        """Return a tokenizer of the library tokenizers with the same ids and texts.
+        """Return a tokenizer of the library tokenizers with the same ids and texts, if one exists.
 
-        Set its `encode_special_tokens`, so that control symbols in a text are encoded as ordinary
-        text.
-
-        Returns:
-            The tokenizer, or None if the library cannot equal the model, or if a probe text or a
-            piece is encoded or decoded differently. It equals BPEs without normalization rules: a
-            charsmap is applied per grapheme there, and the scores of a unigram are added in fp64
-            instead of fp32, which decides near-ties in long texts differently.
+        It encodes control symbols in a text as ordinary text, like this class. There is one for
+        BPEs without normalization rules: the library applies a charsmap per grapheme, and adds the
+        scores of a unigram in fp64 instead of fp32, which decides near-ties in long texts
+        differently. The result is also None if it encodes or decodes a probe text or a piece
+        differently.
         """
         backend = _converted(self._model)
         if backend is None:
@@ -210,26 +211,25 @@ class SentencePieceModel(Tokenizer):
 def _converted(model: bytes) -> tokenizers.Tokenizer | None:
     """Convert a BPE without normalization rules; return None for other models."""
     fields = list(_fields(model))
-    # field 1: pieces, 2: trainer_spec, 3: normalizer_spec, 5: denormalizer_spec
     trainer, normalizer, denormalizer = (
-        dict(chain.from_iterable(_fields(value) for key, value in fields if key == number))
-        for number in (2, 3, 5)
+        dict(chain.from_iterable(_fields(value) for key, value in fields if key == section))
+        for section in (_TRAINER, _NORMALIZER, _DENORMALIZER)
     )
-    pieces = [dict(_fields(value)) for key, value in fields if key == 1]
-    texts = [bytes(piece[1]).decode() for piece in pieces]
-    kinds = [piece.get(3, _NORMAL) for piece in pieces]
+    pieces = [dict(_fields(value)) for key, value in fields if key == _PIECES]
+    texts = [bytes(piece[_TEXT]).decode() for piece in pieces]
+    kinds = [piece.get(_KIND, _NORMAL) for piece in pieces]
     if (
-        trainer.get(3) != _BPE
-        or trainer.get(24)  # treat_whitespace_as_suffix
-        or normalizer.get(2)  # precompiled_charsmap
-        or denormalizer.get(2)
-        or not normalizer.get(5, True)  # escape_whitespaces
+        trainer.get(_MODEL_TYPE) != _BPE
+        or trainer.get(_WHITESPACE_AS_SUFFIX)
+        or normalizer.get(_CHARSMAP)
+        or denormalizer.get(_CHARSMAP)
+        or not normalizer.get(_ESCAPE_WHITESPACES, True)
         or _UNUSED in kinds
         or kinds.count(_UNKNOWN) != 1
     ):
         return None
     scores = {
-        text: float(np.frombuffer(piece.get(2, bytes(4)), "<f4")[0])
+        text: float(np.frombuffer(piece.get(_SCORE, bytes(4)), "<f4")[0])
         for text, piece, kind in zip(texts, pieces, kinds, strict=True)
         if kind == _NORMAL
     }
@@ -248,18 +248,19 @@ def _converted(model: bytes) -> tokenizers.Tokenizer | None:
             merges=[pair for _, _, pair in merges],
             unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=bool(trainer.get(35)),
+            byte_fallback=bool(trainer.get(_BYTE_FALLBACK)),
             ignore_merges=bool(symbols),  # a user-defined symbol has no merges
         )
     )
-    prefix, strip = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))
+    prefix = bool(normalizer.get(_DUMMY_PREFIX, True))
+    strip = bool(normalizer.get(_REMOVE_EXTRA_WHITESPACES, True))
     steps: list[Any] = []
-    if strip:  # remove_extra_whitespaces
+    if strip:
         steps += [
             normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
-    if prefix:  # add_dummy_prefix
+    if prefix:
         steps.append(normalizers.Prepend(_SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     if symbols:
@@ -267,9 +268,9 @@ def _converted(model: bytes) -> tokenizers.Tokenizer | None:
         backend.pre_tokenizer = pre_tokenizers.Split(
             Regex("|".join(map(re.escape, longest_first))), "isolated"
         )
-    surface = bytes(trainer.get(44, " \N{DOUBLE QUESTION MARK} ".encode())).decode()
+    surface = bytes(trainer.get(_UNK_SURFACE, " \N{DOUBLE QUESTION MARK} ".encode())).decode()
     # A space of the surface at the start of a text is no white space that is removed.
-    guard = _GUARD if strip and not trainer.get(35) else ""
+    guard = _GUARD if strip and not trainer.get(_BYTE_FALLBACK) else ""
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace(unknown, f"{guard}{surface}"),
@@ -310,10 +311,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _control_symbol(token: str) -> bytes:
-    """Return a serialized piece, which is field 1 of a model.
-
-    Its fields are the text (1), the score (2) and the type (3: control).
-    """
+    """Return a serialized piece of a model: its text, a score of 0 and the type of controls."""
     text = token.encode()
     piece = b"\x0a" + _varint(len(text)) + text + b"\x15" + bytes(4) + b"\x18\x03"
     return b"\x0a" + _varint(len(piece)) + piece

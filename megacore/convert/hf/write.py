@@ -27,7 +27,6 @@ from megacore.convert.key_map import KeyMap
 from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
 from megacore.errors import ConversionError
 from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_NAME
-from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
@@ -138,7 +137,7 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
             with workspace_errors(directory):
                 shutil.copyfile(source / name, directory / name)
     if (source / MODEL_NAME).is_file() and not (source / TOKENIZER_NAME).is_file():
-        settings |= _write_backend(SentencePieceModel.read(source / MODEL_NAME), directory)
+        settings |= _write_backend(source / MODEL_NAME, directory)
     bos = spec.special_tokens.bos
     if bos is not None and settings.get("bos_token") is None:
         tokenizer, roles = read_tokenizer(source)
@@ -150,12 +149,15 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
     )
 
 
-def _write_backend(model: SentencePieceModel, directory: Path) -> dict[str, Any]:
+def _write_backend(model: Path, directory: Path) -> dict[str, Any]:
     """Write the tokenizer.json of a SentencePiece model and return the settings that it needs.
 
     A model that has none needs no settings.
     """
-    backend = model.exported()
+    # imported here because only SentencePiece tokenizers need it
+    from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+
+    backend = SentencePieceModel.read(model).exported()
     if backend is None:
         return {}
     with workspace_errors(directory):
