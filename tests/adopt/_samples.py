@@ -1,4 +1,9 @@
-"""Small scripts and settings files in the style of each program."""
+"""Small scripts and settings files in the style of each program, and their adoption."""
+
+from pathlib import Path
+
+from megacore.adopt.adopt import Adoption, adopt
+from megacore.config import RunConfig, load_config
 
 MEGATRON = """\
 #!/bin/bash
@@ -180,3 +185,43 @@ FILES = {
     "neox.yml": NEOX_MODEL,
     "nanotron.yaml": NANOTRON,
 }
+
+
+GPT = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 100 --lr 1e-4 --data-path /d/a --vocab-file /d/v.json "
+    "--merge-file /d/m.txt "
+)
+
+
+def adopted(tmp_path: Path, name: str, text: str, *more: str, **options: object) -> Adoption:
+    """Adopt a file with this text, together with further files of GPT-NeoX."""
+    path = tmp_path / name
+    path.write_text(text)
+    paths = [path]
+    for number, content in enumerate(more):
+        paths.append(tmp_path / f"more{number}{path.suffix}")
+        paths[-1].write_text(content)
+    return adopt(paths, **options)  # type: ignore[arg-type]
+
+
+def config_of(tmp_path: Path, result: Adoption) -> RunConfig:
+    """Load the written text with the loader of configurations."""
+    assert result.text, result.draft and [each.text for each in result.draft.refused]
+    target = tmp_path / "adopted.yaml"
+    target.write_text(result.text)
+    return load_config(str(target))
+
+
+def gpt(tmp_path: Path, flags: str, **options: object) -> Adoption:
+    return adopted(tmp_path, "gpt.sh", GPT + flags, **options)
+
+
+def config(tmp_path: Path, flags: str) -> RunConfig:
+    return config_of(tmp_path, gpt(tmp_path, flags))
+
+
+def refusals(result: Adoption) -> list[str]:
+    assert result.draft is not None
+    return [each.text for each in result.draft.refused]

@@ -1,0 +1,85 @@
+"""Keys of GPT-NeoX."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megacore.errors import ConfigError
+from tests.adopt._samples import NEOX_MODEL, NEOX_PATHS, adopted, config_of, refusals
+
+
+def test_neox_gated_widths_are_neoxs(tmp_path: Path) -> None:
+    model = NEOX_MODEL.replace(
+        '"norm": "layernorm"',
+        '"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 32768, '
+        '"mlp_multiple_of": 256, "hidden_size_": 1',
+    ).replace('"hidden_size_": 1', '"rms_norm_epsilon": 1.0e-6')
+    result = adopted(tmp_path, "a.yml", model, NEOX_PATHS)
+    assert config_of(tmp_path, result).model.ffn_hidden_size == 11008
+
+
+def test_neox_first_weights_have_neoxs_deviations(tmp_path: Path) -> None:
+    methods = '"init_method": "small_init", "output_layer_init_method": "wang_init"'
+    text = NEOX_MODEL.replace('"norm": "layernorm"', methods)
+    model = config_of(tmp_path, adopted(tmp_path, "a.yml", text, NEOX_PATHS)).model
+    assert model.init_method_std == pytest.approx(math.sqrt(2 / (5 * 768)))
+    assert model.residual_init_std == pytest.approx(2 / 12 / math.sqrt(768))
+
+
+def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
+    asked = adopted(tmp_path, "a.yml", NEOX_MODEL, NEOX_PATHS)
+    assert "train.global_batch_size" in dict(asked.draft.questions)  # type: ignore[union-attr]
+    known = adopted(tmp_path, "a.yml", NEOX_MODEL, NEOX_PATHS, ranks=8)
+    result = config_of(tmp_path, known)
+    assert (result.train.global_batch_size, result.launch.nproc_per_node) == (128, 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "feature"),
+    [
+        ('[["flash"], 12]', '[["mamba"], 12]', "attention of kind mamba"),
+        ('"norm": "layernorm"', '"output_layer_init_method": "orthogonal"', "initialization"),
+        ('"norm": "layernorm"', '"moe_num_experts": 8', "mixture of experts"),
+        ('"norm": "layernorm"', '"use_bias_in_mlp": false', "biases in some linear layers"),
+        ('"norm": "layernorm"', '"no_such_key": 8', "unknown here"),
+        ('"norm": "layernorm"', '"use_no_such_key": true', "unknown here"),
+        ('"norm": "layernorm"', '"deepspeed_extra_args": {"amp": 1}', "passed on to DeepSpeed"),
+        ('"pos-emb": "rotary"', '"pos-emb": "sinusoidal"', "these positions"),
+        ('"norm": "layernorm"', '"use_qk_layernorm": true', "one norm that queries and keys share"),
+        ('"lr-decay-style": "cosine"', '"lr-decay-style": "linear"', "stops at min_lr 6e-05"),
+        ('"lr-decay-style": "cosine", ', "", "stops at min_lr 6e-05"),
+    ],
+)
+def test_neox_features_that_are_absent(tmp_path: Path, old: str, new: str, feature: str) -> None:
+    result = adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
+    assert any(feature in text for text in refusals(result))
+
+
+def test_neox_takes_iterations_of_decay_before_a_fraction(tmp_path: Path) -> None:
+    text = NEOX_MODEL.replace('"warmup"', '"lr_decay_fraction": 0.5, "warmup"')
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 1000
+    text = text.replace('"lr-decay-iters": 1000, ', "")
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 500
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"hidden-size": 768', '"hidden-size": wide', r"hidden_size is 'wide' \(a\.yml:4\): give"),
+        ('"num-layers": 12', '"num-layers": 0', r"num_layers is '0' .*integer above 0$"),
+        (
+            '"gradient_accumulation_steps": 8',
+            '"gradient_accumulation_steps": .inf',
+            "gradient_accumulation_steps is 'inf' ",
+        ),
+        (
+            '{"stage": 1',
+            '{"stage": 5',
+            r"zero_optimization\.stage is '5' \(a\.yml:\d+\): give 0 to 3",
+        ),
+    ],
+)
+def test_wrong_values_of_neox_are_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
