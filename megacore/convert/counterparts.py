@@ -324,7 +324,7 @@ def _check_sentencepiece(hf_class: Counterpart, tokenizer: TokenizerChoice) -> N
         "a SentencePiece model" if always else "a SentencePiece model that no tokenizer.json equals"
     )
     raise ConfigError(
-        f"data.tokenizer is {kind}, which transformers reads as another tokenizer for a "
+        f"data.tokenizer is {kind}, which transformers reads as another tokenizer for "
         f"{hf_class.architecture}, so that the export would fail its gate: give the tokenizer as a "
         "tokenizer.json with data.tokenizer.kind hf"
         f"{'' if always else ', or a SentencePiece BPE without normalization rules'}"

@@ -1,5 +1,6 @@
 """Configurations that could not be exported after training, refused before it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.convert import counterparts, exportable
+from megacore.convert.hf.write import copy_tokenizer
 from megacore.errors import ConfigError, ConversionError
+from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.load import load_tokenizer
+from tests._families import LLAMA, OLMO2
 from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
 from tests.tokenizer.test_sentencepiece_model import train
@@ -55,37 +61,33 @@ def test_sequences_of_one_token_are_refused() -> None:
         check(with_data(seq_length=1))
 
 
-_LLAMA = {
-    "position_embedding_type": "rope",
-    "normalization": "rmsnorm",
-    "activation": "swiglu",
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-}
-
-
 @pytest.mark.parametrize(
     ("options", "rule", "refusal"),
     [
-        ({}, "nmt_nfkc", None),
-        ({"sliding_window": 4}, "identity", None),
+        (LLAMA, "nmt_nfkc", None),
+        (LLAMA | {"sliding_window": 4}, "identity", None),
         (
-            {"sliding_window": 4},
+            LLAMA | {"sliding_window": 4},
             "nmt_nfkc",
-            "that no tokenizer.json equals, .* a MistralForCausalLM, so",
+            "that no tokenizer.json equals, .* MistralForCausalLM, so",
         ),
         (
-            {"rotary_percent": 0.5},
+            LLAMA | {"rotary_percent": 0.5},
             "nmt_nfkc",
-            "that no tokenizer.json equals, .* a Phi3ForCausalLM, so",
+            "that no tokenizer.json equals, .* Phi3ForCausalLM, so",
         ),
-        ({"add_qkv_bias": True}, "identity", "a SentencePiece model, .* a Qwen2ForCausalLM, so"),
+        (OLMO2, "nmt_nfkc", "that no tokenizer.json equals, .* Olmo2ForCausalLM, so"),
+        (
+            LLAMA | {"add_qkv_bias": True},
+            "identity",
+            "a SentencePiece model, .* Qwen2ForCausalLM,",
+        ),
     ],
 )
 def test_a_sentencepiece_model_that_transformers_replaces_is_refused(
     tmp_path: Path, options: dict[str, object], rule: str, refusal: str | None
 ) -> None:
-    model = tiny_config(**_LLAMA, **options).model
+    model = tiny_config(**options).model
     bpe = train(tmp_path, model_type="bpe", normalization_rule_name=rule)
     config = with_data(tokenizer=bpe).model_copy(update={"model": model})
     if refusal is None:
@@ -93,6 +95,26 @@ def test_a_sentencepiece_model_that_transformers_replaces_is_refused(
     else:
         with pytest.raises(ConfigError, match=refusal):
             check(config)
+
+
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_transformers_replaces_the_tokenizers_that_are_refused(tmp_path: Path, rule: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    source, export = tmp_path / "tokenizer", tmp_path / "export"
+    for directory in (source, export):
+        directory.mkdir()
+    build_tokenizer(train(tmp_path, model_type="bpe", normalization_rule_name=rule), [], source)
+    tokenizer = load_tokenizer(source)
+    copy_tokenizer(source, export, ModelSpec.of(tiny_config(), tokenizer.vocab_size))
+    text = "hello world number größe"
+    ids, replaced = tokenizer.encode(text).tolist(), set()
+    for kind in {each.model_type for each in counterparts.COUNTERPARTS}:
+        (export / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+        theirs = transformers.AutoTokenizer.from_pretrained(export)
+        if theirs(text, add_special_tokens=False)["input_ids"] != ids:
+            replaced.add(kind)
+    refused = counterparts._OWN_TOKENIZER
+    assert replaced == {kind for kind in refused if rule == "nmt_nfkc" or refused[kind]}
 
 
 def test_the_check_imports_neither_torch_nor_transformers() -> None:
