@@ -41,6 +41,8 @@ from megacore.launch.watch import (
 )
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
+_POLL_STEP = 0.05
+"""Longest delay in seconds with which the guard's end is noticed."""
 _REPORTED_END = 15.0
 """Time limit in seconds for a launcher that reported trouble to end its ranks on all hosts."""
 
@@ -322,18 +324,31 @@ def _take_printed(guard: "subprocess.Popen[bytes]", attempt: Attempt) -> None:
 
 
 def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:
-    try:
-        return guard.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return None
+    """Return the guard's exit code, or None if it runs for `seconds` more.
+
+    `Popen.wait` is not used: a signal handler that raises an exception in it, as Prefect's for
+    SIGTERM, can leave its lock taken, and then every later wait hangs.
+    """
+    deadline = time.monotonic() + seconds
+    while guard.returncode is None:
+        try:
+            pid, status = os.waitpid(guard.pid, os.WNOHANG)
+        except ChildProcessError:  # the code is lost, as an exception came before it was stored
+            pid, status = guard.pid, 0
+        if pid:
+            guard.returncode = os.waitstatus_to_exitcode(status)
+        elif (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_STEP))
+        else:
+            break
+    return guard.returncode
 
 
 def _stop(guard: "subprocess.Popen[bytes]", grace: float) -> None:
     """Let the guard end the job; kill the guard if it does not end in time."""
     assert guard.stdin is not None
     guard.stdin.close()  # to the guard this looks as if its parent had died
-    try:
-        guard.wait(timeout=grace + _GUARD_MARGIN)
-    except subprocess.TimeoutExpired:
+    if _poll(guard, grace + _GUARD_MARGIN) is None:
         guard.kill()
-        guard.wait()
+        while _poll(guard, _GUARD_MARGIN) is None:
+            pass

@@ -99,6 +99,29 @@ def test_exception_of_the_poll_is_raised_after_the_end_of_all_ranks(
     assert time.monotonic() - raised_at < LIMIT
 
 
+def test_interrupted_wait_of_subprocess_does_not_hang_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception of a signal handler right after `Popen.wait` took its lock leaves it taken."""
+    started: list[Any] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def interrupt() -> None:
+        started[0]._waitpid_lock.acquire()
+        raise Cancelled("stop")
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    begun = time.monotonic()
+    with pytest.raises(Cancelled):
+        run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=interrupt)
+    assert time.monotonic() - begun < LIMIT
+    assert not alive(started[0].pid)
+
+
 def test_timeout_is_reported_with_minutes_and_setting(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes = 0\.02 minutes"):
