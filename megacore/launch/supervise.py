@@ -41,6 +41,7 @@ from megacore.launch.watch import (
 )
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_STEP = 0.05
 """Longest delay in seconds with which the guard's end is noticed."""
 _REPORTED_END = 15.0
@@ -77,7 +78,8 @@ def supervise(
     agents do this on each host and report it in `exit_directory`. While the scheduler's job is
     queued or ending (`launcher_state.json`), no rank is watched and no time is counted.
 
-    If this runs in the main thread, SIGUSR1 is passed on to the ranks.
+    If this runs in the main thread, SIGUSR1 is passed on to the ranks, and SIGINT, SIGTERM and
+    SIGHUP are handled again if the exception of their handler was lost.
 
     Args:
         command: program and arguments.
@@ -166,9 +168,10 @@ def _until_the_end(
     stall_limit: float | None,
 ) -> int | None:
     """Return the command's exit code; None if it reported trouble and did not end in time."""
-    with _Notice() as notice:
+    with _Signals() as signals:
         while (code := _poll(guard, poll_interval)) is None:
-            notice.pass_on(guard.pid)
+            signals.handle_again()
+            signals.pass_on(guard.pid)
             _take_printed(guard, attempt)
             attempt.kills.look()
             on_poll()
@@ -185,37 +188,64 @@ def _until_the_end(
     return code
 
 
-class _Notice:
-    """Forwarding of SIGUSR1 to the guard, which passes it on to the ranks.
+class _Signals:
+    """Signals to this process while a job runs, if it runs in the main thread.
 
-    Without this handler the signal would kill this process.
+    SIGUSR1, which would kill this process, is forwarded to the guard, which passes it on to the
+    ranks. Handlers of `_ENDING` raise an exception, which some libraries swallow, such as pydantic
+    in a serializer: then the handler is called again.
     """
 
     def __init__(self) -> None:
-        self._pending = False
+        self._notified = False
         self._before = signal.getsignal(signal.SIGUSR1)
-        # A handler that C code installed could not be restored.
-        self._possible = (
-            threading.current_thread() is threading.main_thread() and self._before is not None
-        )
+        self._main = threading.current_thread() is threading.main_thread()
+        self._arrived: int | None = None
+        self._ends: tuple[int, ...] = ()
 
-    def __enter__(self) -> "_Notice":
-        if self._possible:
+    def __enter__(self) -> "_Signals":
+        if not self._main:
+            return self
+        if self._before is not None:  # a handler that C code installed could not be restored
             signal.signal(signal.SIGUSR1, self._take)
+        self._ends = os.pipe()
+        for end in self._ends:
+            os.set_blocking(end, False)
+        earlier = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+        if earlier == -1:
+            self._arrived = self._ends[0]
+        else:  # an event loop of this thread needs it
+            signal.set_wakeup_fd(earlier)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._possible:
+        if not self._main:
+            return
+        if self._before is not None:
             signal.signal(signal.SIGUSR1, self._before)
+        if self._arrived is not None:
+            signal.set_wakeup_fd(-1)
+        for end in self._ends:
+            os.close(end)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self._pending = True
+        self._notified = True
 
     def pass_on(self, guard: int) -> None:
-        """Send a pending signal to the guard once the guard has a handler for it."""
-        if self._pending and catches(guard, signal.SIGUSR1):
-            self._pending = False
+        """Send SIGUSR1 to the guard once the guard has a handler for it."""
+        if self._notified and catches(guard, signal.SIGUSR1):
+            self._notified = False
             os.kill(guard, signal.SIGUSR1)
+
+    def handle_again(self) -> None:
+        """Call the handlers of signals that arrived but have not ended this process's wait."""
+        if self._arrived is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._arrived, 4096):
+                handler = signal.getsignal(number)
+                if number in _ENDING and callable(handler):
+                    handler(number, None)
 
 
 def _end_at_once(

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import os
@@ -120,6 +121,39 @@ def test_interrupted_wait_of_subprocess_does_not_hang_the_end(
         run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=interrupt)
     assert time.monotonic() - begun < LIMIT
     assert not alive(started[0].pid)
+
+
+def test_swallowed_signal_ends_the_job(tmp_path: Path) -> None:
+    """Pydantic turns the exception of a signal handler that runs in a serializer into its own."""
+
+    def cancel(number: int, frame: Any) -> None:
+        raise Cancelled("stop")
+
+    def swallow() -> None:
+        with contextlib.suppress(Cancelled):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, cancel)
+    try:
+        with pytest.raises(Cancelled):
+            run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=swallow, timeout=10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_wakeup_descriptor_of_the_caller_is_kept(tmp_path: Path) -> None:
+    """An event loop of the main thread is woken by it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    try:
+        run(tmp_path, [sys.executable, "-c", ""])
+    finally:
+        kept = signal.set_wakeup_fd(-1)
+        os.close(reader)
+        os.close(writer)
+    assert kept == writer
 
 
 def test_timeout_is_reported_with_minutes_and_setting(tmp_path: Path) -> None:
