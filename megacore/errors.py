@@ -181,6 +181,13 @@ class RankStalledError(RankLostError):
     """Rank without progress for longer than `launch.stall_limit`."""
 
 
+class GpuFailedError(RankLostError):
+    """GPU that failed under a rank, such as by a memory error or a crashed kernel.
+
+    A retry resumes from the last complete checkpoint; a GPU that stays broken fails again at once.
+    """
+
+
 class HostLostError(RankLostError):
     """Host of the job that died, froze or lost its connection.
 
@@ -236,6 +243,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         LaunchError,
         RankLostError,
         RankStalledError,
+        GpuFailedError,
         HostLostError,
         WorkerLostError,
         StageTimeoutError,

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from pathlib import Path
 from megacore.artifact.files import read_json, read_record, workspace_errors, write_json
 from megacore.errors import (
     ERROR_TYPES,
+    GpuFailedError,
     MegacoreError,
     MemoryExhaustedError,
     RankLostError,
@@ -51,6 +53,35 @@ _LOST_PEER = (
 )
 """Phrases, in lower case, in the errors of gloo, NCCL and the rendezvous store when another rank is
 gone."""
+_GPU_FAILED = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "access of peer gpu memory over nvlink or a hardware error",
+    "unspecified launch failure",
+    "illegal memory access",
+    "illegal instruction was encountered",
+    "misaligned address",
+    "hardware stack error",
+    "the launch timed out and was terminated",
+    "cuda error: unknown error",
+    "cuda error: cuda-capable device(s) is/are busy or unavailable",
+    "cublas_status_execution_failed",
+    "cublas_status_internal_error",
+    "cudnn_status_execution_failed",
+    "cudnn_status_internal_error",
+)
+"""Phrases, in lower case, in the errors of CUDA, its libraries and NCCL when this rank's GPU or a
+kernel on it failed. Errors that every retry would repeat, such as a failed assertion in a kernel or
+a missing kernel image, are not among them."""
+NO_GPU_MEMORY = (
+    "cuda error: out of memory",
+    "cuda failure 'out of memory'",
+    "cuda failure 2 'out of memory'",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+"""Phrases, in lower case, in the errors of CUDA, NCCL, cuBLAS and cuDNN, which allocate outside of
+torch's allocator, when the GPU has no memory left."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +240,11 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
     """Return `error` as a megacore error, and True if another rank's end caused it."""
     if isinstance(error, MegacoreError):
         return error, False
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or _telling_line(error, NO_GPU_MEMORY)
+    ):
         return MemoryExhaustedError(
             f"out of memory ({_one_line(error)}): lower train.micro_batch_size or data.seq_length, "
             "or set train.recompute: full"
@@ -222,11 +257,32 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
             return workspace, False
         except OSError:
             pass
+    if failure := _telling_line(error, _GPU_FAILED):
+        return GpuFailedError(
+            f"{_own_gpu()} failed ({failure}); see the Xid messages in that host's kernel log "
+            "(dmesg), and if it fails again, leave out the GPU or the host"
+        ), False
     if _is_lost_peer(error):
         return RankLostError(f"lost another rank: {_one_line(error)}"), True
     return TrainingError(
         f"{type(error).__name__}: {_one_line(error)}; the traceback is in the log"
     ), False
+
+
+def _telling_line(error: BaseException, phrases: Sequence[str]) -> str | None:
+    """Return the line of a RuntimeError's text with one of `phrases`; None if there is none."""
+    lines = str(error).splitlines() if isinstance(error, RuntimeError) else ()
+    return next(
+        (line.strip() for line in lines if any(phrase in line.lower() for phrase in phrases)), None
+    )
+
+
+def _own_gpu() -> str:
+    """Return the number or id of this rank's GPU and its host, as in `GPU 3 of host node-5`."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpu = visible[local_rank] if local_rank < len(visible) and visible[0] else str(local_rank)
+    return f"GPU {gpu} of host {socket.gethostname()}"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

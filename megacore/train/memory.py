@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megacore.config.run import RunConfig
 from megacore.errors import MemoryExhaustedError
 from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
+from megacore.launch.exit_reason import NO_GPU_MEMORY
 from megacore.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -124,4 +125,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an exception reports a failed allocation, on a GPU or in host memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return any(phrase in str(error).lower() for phrase in _CPU_PHRASES)
+    return any(phrase in str(error).lower() for phrase in (*_CPU_PHRASES, *NO_GPU_MEMORY))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megacore.errors import (
     ConfigError,
     DataFormatError,
+    GpuFailedError,
     PreemptedError,
     RankLostError,
     TrainingError,
@@ -60,6 +61,34 @@ class OddDataError(DataFormatError):
             torch.OutOfMemoryError("CUDA out of memory"),
             "MemoryExhaustedError",
             "CUDA out of memory",
+            7,
+        ),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"),
+            "MemoryExhaustedError",
+            "out of memory (CUDA error: out of memory CUDA kernel errors might be): lower",
+            7,
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(h)`"),
+            "MemoryExhaustedError",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            7,
+        ),
+        (
+            dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO "
+                "for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function "
+                "failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            "MemoryExhaustedError",
+            "Cuda failure 2 'out of memory'",
+            7,
+        ),
+        (
+            torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with"),
+            "TrainingError",
+            "device-side assert triggered",
             7,
         ),
         (ZeroDivisionError("by zero"), "TrainingError", "ZeroDivisionError: by zero", 7),
@@ -158,6 +187,59 @@ def test_lost_peer_is_a_secondary_retryable_reason(error: Exception) -> None:
     reason = ExitReason.of(0, error)
     assert reason.secondary
     assert isinstance(reason.exception(), RankLostError)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (
+            torch.AcceleratorError(
+                "CUDA error: uncorrectable ECC error encountered\nSearch for "
+                "`cudaErrorECCUncorrectable' in https://docs.nvidia.com/cuda/\nCUDA kernel errors "
+                "might be asynchronously reported at some other API call"
+            ),
+            "CUDA error: uncorrectable ECC error encountered",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with"),
+            "CUDA error: unspecified launch failure",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: an illegal memory access was encountered\nFor debugging consider "
+                "passing CUDA_LAUNCH_BLOCKING=1"
+            ),
+            "CUDA error: an illegal memory access was encountered",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(`"),
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(`",
+        ),
+        (
+            dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.5\n"
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure "
+                "214 'uncorrectable ECC error encountered'"
+            ),
+            "Cuda failure 214 'uncorrectable ECC error encountered'",
+        ),
+    ],
+)
+def test_failed_gpu_is_named_and_retryable(
+    error: Exception, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    reason = ExitReason.of(43, error)
+    assert isinstance(reason.exception(), GpuFailedError)
+    assert reason.exception().retryable
+    assert not reason.secondary  # the other ranks lost this one
+    assert str(reason.exception()).startswith(
+        f"rank 43: GPU 1 of host node-5 failed ({failure}); see the Xid messages"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f6c")
+    assert "GPU GPU-8f6c of host node-5 failed" in ExitReason.of(43, error).message
 
 
 def test_reasons_are_sorted_by_failure_stop_secondary_and_time(tmp_path: Path) -> None:
