@@ -44,6 +44,11 @@ _LAUNCHERS_OWN = re.compile(
     re.M,
 )
 """Start of the launcher's own report of the failure; the ranks' last lines before it say more."""
+_CPP_STACK = re.compile(
+    r"^(?:\S+: )?(?:\[rank\d+\]: ?)?(?:frame #\d+: |Exception raised from |For debugging consider "
+    r"passing CUDA_LAUNCH_BLOCKING|Compile with `TORCH_USE_CUDA_DSA|CUDA kernel errors might be )"
+)
+"""Start of a line of torch's C++ stacks and of CUDA's advice; the lines before them say more."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
 _PORT = re.compile(r"port:? (\d+)")
 _LITTLE_SPACE = 1 << 30
@@ -151,7 +156,7 @@ class Attempt:
             how = _ended(exit_code, self.kills) if signalled or not reasons else "ended"
             error = RankLostError(
                 f"{who} {how} without giving a reason; a retry {self.again}; last lines of "
-                f"{self.log}: {_last_lines(text)}"
+                f"{self.log}: {_last_lines(text, lost_rank)}"
             )
         return self._with_table(error, lost_rank)
 
@@ -313,12 +318,24 @@ def _tail(log: Path, start: int) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _last_lines(text: str) -> str:
+def _last_lines(text: str, rank: int | None = None) -> str:
+    """Return the last lines of a log in one line; only those that name `rank`, if there are any.
+
+    torch's and NCCL's messages name their rank, as in `[rank3]:` or `[PG ID 0 PG GUID 0 Rank 3]`.
+    The other ranks' messages about the loss of this one are later and say less.
+    """
     launcher_report = _LAUNCHERS_OWN.search(text)
     ranks_text = (
         text[: launcher_report.start()]
         if launcher_report and text[: launcher_report.start()].strip()
         else text
     )
-    lines = [line.strip() for line in ranks_text.splitlines() if line.strip(" =-*")]
+    lines = [
+        line.strip()
+        for line in ranks_text.splitlines()
+        if line.strip(" =-*") and not _CPP_STACK.match(line)
+    ]
+    if rank is not None:
+        named = re.compile(rf"\brank ?{rank}\]", re.I)
+        lines = [line for line in lines if named.search(line)] or lines
     return " | ".join(lines[-_LOG_LINES:]) or "none"

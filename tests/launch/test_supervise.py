@@ -300,6 +300,41 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script])
 
 
+NCCL_WATCHDOG = """\
+[rank1]:[E1128 15:00:00.123456789 ProcessGroupNCCL.cpp:2064] [PG ID 0 PG GUID 0(default_pg) Rank 1] \
+Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+Exception raised from c10_cuda_check_implementation at CUDAException.cpp:44 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f3 in /libc10.so)
+frame #1: c10d::ProcessGroupNCCL::WorkNCCL::finishedGPUExecutionInternal() const + 0x56 (0x7f3 in)
+frame #2: c10d::ProcessGroupNCCL::watchdogHandler() + 0x8c (0x7f3 in /libtorch_cuda.so)
+frame #3: <unknown function> + 0xd3e (0x7f3 in /libstdc++.so.6)
+frame #4: clone + 0x44 (0x7f3 in /lib/x86_64-linux-gnu/libc.so.6)
+
+terminate called after throwing an instance of 'c10::DistBackendError'
+[rank0]:[E1128 15:00:01.123456789 ProcessGroupNCCL.cpp:749] [Rank 0] Some NCCL operations failed
+[rank0]:[E1128 15:00:01.123456789 ProcessGroupNCCL.cpp:763] [Rank 0] To avoid data inconsistency,
+[rank0]:[E1128 15:00:01.123456789 ProcessGroupNCCL.cpp:735] [Rank 0] Stack trace of the collective:
+[rank0]:[E1128 15:00:01.123456789 ProcessGroupNCCL.cpp:735] [Rank 0] FlightRecorder is disabled
+[rank0]:[E1128 15:00:01.123456789 ProcessGroupNCCL.cpp:735] [Rank 0] entire process down
+"""
+
+
+def test_message_of_an_aborted_rank_is_shown_without_cpp_stacks_and_other_ranks(
+    tmp_path: Path,
+) -> None:
+    report = TORCHRUN_REPORT.replace("-9", "-6")
+    script = f"print({NCCL_WATCHDOG!r}); print({report!r}); exit(1)"
+    with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGABRT") as caught:
+        run(tmp_path, [sys.executable, "-c", script])
+    lines = str(caught.value).partition("train.log: ")[2].partition("; the table")[0]
+    assert lines.endswith("terminated with exception: CUDA error: uncorrectable ECC error")
+    assert lines.startswith("[rank1]:[E1128")
+
+
 STOP_SCRIPT = """
 import pathlib, sys
 from megacore.errors import PreemptedError, TrainingStoppedError
