@@ -1,9 +1,10 @@
 """Job files of a fine-tuning."""
 
+from pathlib import Path
 from typing import Any
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.jobs.run import RankJob
+from megacore.jobs.run import RankJob, attempt_traces
 from megacore.redact import redact_values
 
 
@@ -23,6 +24,11 @@ class FinetuneJob(RankJob):
     precision: str | None = None
     """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
     `config.train.precision`, in files of earlier versions."""
+
+    @property
+    def trace_prefix(self) -> Path:
+        """Path among the logs, because the next attempt empties the exit directory."""
+        return attempt_traces(self.run_directory, self.attempt)
 
     def _shown(self) -> dict[str, Any]:
         """Return the fields without credentials in names of data and models.

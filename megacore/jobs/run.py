@@ -29,6 +29,11 @@ class RankJob(Section):
     """Number of ranks of each host, in the order of the hosts; empty means the hosts that `launch`
     names, if any."""
 
+    @property
+    def trace_prefix(self) -> Path:
+        """Path of the files with the last collectives of NCCL, without the rank at its end."""
+        return Path(self.exit_directory).absolute() / "nccl_trace_rank_"
+
     def write(self, path: Path) -> None:
         """Write the job as JSON, atomically.
 
@@ -122,6 +127,16 @@ class TrainJob(Job):
     planned_samples: int | None = None
     """Samples of the train split for which the order of the samples was planned, before the epochs
     that follow it; None in files of earlier versions."""
+
+    @property
+    def trace_prefix(self) -> Path:
+        """Path among the logs, because the next attempt empties the exit directory."""
+        return attempt_traces(self.run_directory, self.attempt)
+
+
+def attempt_traces(run_directory: str, attempt: int) -> Path:
+    """Return the `trace_prefix` of an attempt of a training, next to the attempt's log."""
+    return Path(run_directory).absolute() / "logs" / f"attempt-{attempt:03d}-nccl_trace_rank_"
 
 
 class EvaluateJob(Job):

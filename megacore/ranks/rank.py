@@ -60,11 +60,18 @@ def run_rank(
     rank = int(os.environ.get("RANK", "0"))
     for name, value in gpu_variables(job, os.environ).items():
         os.environ[name] = value
-    with reported_exit(Path(job.exit_directory), rank):
-        write_stacks_on_signal(Path(job.exit_directory), rank)
-        work(job)
+    try:
+        with reported_exit(Path(job.exit_directory), rank):
+            with workspace_errors(job.trace_prefix):
+                job.trace_prefix.parent.mkdir(parents=True, exist_ok=True)
+            write_stacks_on_signal(Path(job.exit_directory), rank)
+            work(job)
+    except SystemExit as end:
+        if "RANK" in os.environ and isinstance(end.code, int):
+            _leave(end.code)
+        raise
     if "RANK" in os.environ:
-        _leave()
+        _leave(0)
 
 
 @contextlib.contextmanager
@@ -85,11 +92,11 @@ def gpu_variables(job: RankJob, environment: Mapping[str, str]) -> dict[str, str
     """Return the variables that torch reads when it starts on a GPU and that the user has not set.
 
     - Memory segments that grow, so that micro batches of different sizes do not fragment it.
-    - A record of the last NCCL collectives, written to the job's directory if one times out.
+    - A record of the last NCCL collectives, written to `trace_prefix` if one fails or times out.
     """
     variables = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(Path(job.exit_directory).absolute() / "nccl_trace_rank_"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(job.trace_prefix),
     }
     if "PYTORCH_ALLOC_CONF" not in environment:  # the newer name, which torch reads second
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -142,13 +149,16 @@ def _take_local_rank(local_rank: int | None) -> None:
         )
 
 
-def _leave() -> NoReturn:
-    """End a rank that has finished its work, without the interpreter's teardown.
+def _leave(code: int) -> NoReturn:
+    """End a rank whose work is over with an exit code, without the interpreter's teardown.
 
     torch's communication threads may abort the teardown ("terminate called without an active
-    exception"), and the finished rank would then count as lost.
+    exception"), and a finished rank would then count as lost. That of a failed rank may wait
+    forever, for a collective that no other rank joins or a thread that writes to a hung disk, and
+    all other ranks would wait for its end.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    with contextlib.suppress(OSError):  # they may be files on a full disk
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, DataFormatError
+from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import RankJob, TrainJob
 from megacore.ranks.rank import gpu_variables, run_rank
 
@@ -86,6 +89,27 @@ run_rank(SingleRankJob, request_own_stacks, ["--config", {str(tmp_path / "job.js
     assert "in request_own_stacks" in (tmp_path / "exit" / "rank_00000.stack").read_text()
 
 
+def fail_beside_a_stuck_thread(job: SingleRankJob) -> None:
+    threading.Thread(target=time.sleep, args=(300,)).start()
+    raise DataFormatError("x.bin is damaged")
+
+
+def test_failed_rank_ends_although_a_thread_is_stuck(tmp_path: Path) -> None:
+    job = SingleRankJob(exit_directory=str(tmp_path / "exit"), ranks=1, threads_per_rank=1)
+    job.write(tmp_path / "job.json")
+    script = f"""
+from tests.ranks.test_rank import SingleRankJob, fail_beside_a_stuck_thread
+from megacore.ranks.rank import run_rank
+run_rank(SingleRankJob, fail_beside_a_stuck_thread, ["--config", {str(tmp_path / "job.json")!r}])
+"""
+    environment = {**os.environ, "RANK": "0"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, timeout=30, env=environment, check=False, capture_output=True)
+    assert done.returncode == DataFormatError.exit_code
+    assert b"x.bin is damaged" in done.stderr
+    assert "x.bin is damaged" in (tmp_path / "exit" / "rank_0.json").read_text()
+
+
 @pytest.mark.parametrize("module", ["pretrain", "evaluate", "convert", "generate", "zeroshot"])
 def test_every_entry_point_accepts_local_rank(module: str) -> None:
     command = [
@@ -99,6 +123,13 @@ def test_every_entry_point_accepts_local_rank(module: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "absent.json does not exist" in result.stderr
     assert "unrecognized arguments" not in result.stderr
+
+
+def test_traces_of_collectives_stay_when_the_next_attempt_empties_the_exit_directory() -> None:
+    fields = {"exit_directory": "/runs/k/exit", "run_directory": "/runs/k", "attempt": 3}
+    for job in (TrainJob.model_construct(**fields), FinetuneJob.model_construct(**fields)):
+        traces = Path(gpu_variables(job, {})["TORCH_FR_DUMP_TEMP_FILE"])
+        assert traces == Path("/runs/k/logs/attempt-003-nccl_trace_rank_")
 
 
 def test_variables_of_torch_on_gpus_have_defaults_that_a_user_can_replace(tmp_path: Path) -> None:
