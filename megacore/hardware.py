@@ -17,6 +17,8 @@ from typing import Any
 
 from megacore.errors import LaunchError
 
+DEVICE_VARIABLE = "MEGACORE_DEVICE"
+"""Variable that tells a rank the device of its job: "cuda", or unset for the one that it finds."""
 _NO_LIMIT = 2**62
 """Bound in bytes. Version 1 of control groups reports "no limit" as a larger value."""
 BF16_CAPABILITY = 80

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.cluster.hosts.connection import agent_words
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import (
     LOOPBACK,
@@ -31,8 +32,8 @@ from megacore.cluster.hosts.plan import (
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python
 from megacore.config.hostfile import devices_of, hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ConfigError
-from megacore.hardware import Hardware
+from megacore.errors import ConfigError, HostsSilentError
+from megacore.hardware import DEVICE_VARIABLE, Hardware
 from megacore.jobs.run import RankJob
 from megacore.launch.failure import REPEATS
 
@@ -78,6 +79,7 @@ def start_ranks(
         LaunchError: there are other hosts and ssh is not installed.
     """
     hosts = job.hosts or hosts_of(launch)
+    env = {**_device_of(launch), **(env or {})}
     if launch.has_scheduler:
         from megacore.cluster.batch.start import start_batch
 
@@ -86,7 +88,7 @@ def start_ranks(
         check_ssh(hosts)
         variables = {
             **rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1),
-            **(env or {}),
+            **env,
         }
         plan_path = job_file.absolute().with_name(PLAN_NAME)
         plan_of(launch, module, job, job_file, hosts, own_env=[*variables]).write(plan_path)
@@ -97,7 +99,21 @@ def start_ranks(
             _STOP_MARGIN,
             again=after_retry(module),
         )
-    return _start_locally(launch, module, job, job_file, env or {})
+    return _start_locally(launch, module, job, job_file, env)
+
+
+def _device_of(launch: LaunchConfig) -> dict[str, str]:
+    """Return the variable with which ranks refuse a host whose GPUs cannot be used.
+
+    Without it they would compute on the CPUs of such a host. It is empty if the hosts have no GPU.
+    """
+    try:
+        gpus = launch.requests_gpus or (
+            not launch.has_scheduler and hardware_of(launch).device_type == "cuda"
+        )
+    except HostsSilentError:  # the start that follows names the silent host
+        gpus = False
+    return {DEVICE_VARIABLE: "cuda"} if gpus else {}
 
 
 def _start_locally(

@@ -199,6 +199,12 @@ class LaunchConfig(Section):
         """True if a scheduler allocates the hosts and starts the ranks: Slurm or Kubernetes."""
         return self.kind in ("slurm", "kubernetes")
 
+    @property
+    def requests_gpus(self) -> bool:
+        """True if the ranks run as a scheduler's job that requests GPUs."""
+        gpus = self.slurm.gpus_per_node if self.kind == "slurm" else "auto"
+        return self.has_scheduler and (not self.allow_cpu if gpus == "auto" else gpus > 0)
+
     @model_validator(mode="after")
     def _hosts_come_from_one_place(self) -> Self:
         if self.hostfile is not None and self.has_scheduler:

@@ -210,9 +210,7 @@ def resolve_launch(
 
 def unseen_gpus(launch: LaunchConfig, hardware: Hardware) -> str | None:
     """Return the scheduler that will provide GPUs if the submitting host has none, else None."""
-    gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
-    asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
-    return launch.kind if launch.has_scheduler and asked and not hardware.gpus else None
+    return launch.kind if launch.requests_gpus and not hardware.gpus else None
 
 
 def check_precision(precision: str, scheduler: str) -> None:

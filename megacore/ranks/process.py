@@ -1,6 +1,7 @@
 """Setup of a rank before its work: threads, device and process groups."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
-from megacore.errors import ConfigError, ParallelLayoutError, TrainingStoppedError
+from megacore.errors import ConfigError, LaunchError, ParallelLayoutError, TrainingStoppedError
 from megacore.hardware import (
     BF16_CAPABILITY,
+    DEVICE_VARIABLE,
     cuda_capability,
     refuse_unsupported_accelerator,
     resolve_precision,
@@ -43,17 +45,27 @@ def choose_device() -> torch.device:
     """Return the GPU with the number LOCAL_RANK, or the CPU if there is no GPU.
 
     Raises:
-        LaunchError: torch is for ROCm or MPS.
+        LaunchError: torch is for ROCm or MPS, or the job is for GPUs and this host has none that
+            can be used.
         ParallelLayoutError: there are fewer GPUs than ranks on this host.
     """
     refuse_unsupported_accelerator()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    host = socket.gethostname() + (
+        "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+    )
     if not torch.cuda.is_available():
+        if os.environ.get(DEVICE_VARIABLE) == "cuda":
+            raise LaunchError(
+                f"the job is for GPUs, and torch can use none of host {host}: see nvidia-smi and "
+                "the Xid messages in its kernel log (dmesg) there; in a container, pass the GPUs on"
+            )
         return torch.device("cpu")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= gpus:
         raise ParallelLayoutError(
-            f"local rank {local_rank} has no GPU of its own, this machine has {gpus}: "
-            f"set launch.nproc_per_node to {gpus}"
+            f"local rank {local_rank} has no GPU of its own, torch can use {gpus} of host {host}: "
+            f"set launch.nproc_per_node to {gpus}, or see nvidia-smi there if it should have more"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megacore.cluster.start import Start, check_launcher, dry_run_commands, start_here, start_ranks
+from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError
+from megacore.hardware import DEVICE_VARIABLE, Gpu, Hardware
 from megacore.jobs.run import RankJob, TrainJob
 from megacore.launch.failure import REPEATS, RESUMES
 from tests.train import _runs
@@ -44,6 +46,34 @@ def test_local_job_starts_without_agents(tmp_path: Path) -> None:
     assert started.env["GLOO_SOCKET_IFNAME"] == "lo"
     assert "CUDA_VISIBLE_DEVICES" not in started.env
     assert not (tmp_path / "hosts.json").exists()
+
+
+def test_ranks_must_use_gpus_where_the_hosts_have_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DEVICE_VARIABLE not in start(tmp_path).env
+    hardware = Hardware(8, 2**36, (Gpu("H100", 80 * 2**30),))
+    monkeypatch.setattr("megacore.cluster.start.hardware_of", lambda launch: hardware)
+    assert start(tmp_path).env[DEVICE_VARIABLE] == "cuda"
+    monkeypatch.setattr("megacore.cluster.start.check_ssh", lambda hosts: None)
+    launch = {"hostfile": hostfile(tmp_path), "nproc_per_node": "auto"}
+    assert start(tmp_path, ranks=4, **launch).env[DEVICE_VARIABLE] == "cuda"
+    assert DEVICE_VARIABLE in json.loads((tmp_path / "hosts.json").read_text())["own_env"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "requests"),
+    [
+        ({"kind": "slurm"}, True),
+        ({"kind": "slurm", "allow_cpu": True}, False),
+        ({"kind": "slurm", "slurm": {"gpus_per_node": 0}}, False),  # whole nodes, perhaps with GPUs
+        ({"kind": "slurm", "allow_cpu": True, "slurm": {"gpus_per_node": 4}}, True),
+        ({"kind": "kubernetes"}, True),
+        ({"kind": "torchrun"}, False),
+    ],
+)
+def test_scheduler_is_asked_for_gpus(launch: dict[str, Any], requests: bool) -> None:
+    assert LaunchConfig.model_validate(launch).requests_gpus is requests
 
 
 def test_included_slots_select_gpus_of_the_local_host(tmp_path: Path) -> None:

@@ -11,9 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.errors import ConfigError, LossError, ParallelLayoutError, PreemptedError
+from megacore.errors import (
+    ConfigError,
+    LaunchError,
+    LossError,
+    ParallelLayoutError,
+    PreemptedError,
+)
+from megacore.hardware import DEVICE_VARIABLE
 from megacore.observe.heartbeat import beat_path, read_heartbeat
-from megacore.ranks.process import join_group, joined, set_up_arithmetic
+from megacore.ranks.process import choose_device, join_group, joined, set_up_arithmetic
 from tests.train import _runs
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
@@ -167,6 +174,32 @@ def test_tf32_is_used_only_on_request_and_where_there_is_any(
     assert torch.get_float32_matmul_precision() == "high"
     set_up_arithmetic(threads)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_host_whose_gpus_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-5")
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
+    assert choose_device() == torch.device("cpu")
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(LaunchError, match=r"torch can use none of host node-5: see nvidia-smi"):
+        choose_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match=r"node-5 \(CUDA_VISIBLE_DEVICES is ''\): see"):
+        choose_device()
+
+
+def test_rank_without_a_gpu_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-5")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    with pytest.raises(
+        ParallelLayoutError, match=r"local rank 7 has .* torch can use 7 of host node-5: set "
+    ):
+        choose_device()
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(True, torch.device("cuda", 0)), (False, None)])
