@@ -1,16 +1,19 @@
-"""Choice of an attempt's hosts: all of the hostfile or, in an elastic run, those that answer."""
+"""Choice of an attempt's hosts: all of the hostfile or, in an elastic run, those that are fit."""
 
+import json
 import logging
+from collections.abc import Mapping
+from contextlib import suppress
 
-from megacore.cluster.hosts.ssh import Ssh, check_ssh, run_on_hosts
+from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
 from megacore.cluster.start import ssh_of
 from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
 from megacore.config.run import RunConfig
 from megacore.errors import HostLostError, LaunchError, ParallelLayoutError
 from megacore.plan.layouts import layout_of
 
-ANSWER_LIMIT = 15.0
-"""Seconds for a host to answer."""
+ANSWER_LIMIT = 30.0
+"""Seconds for a host to answer, which may read Python from a cold file share first."""
 
 _log = logging.getLogger(__name__)
 
@@ -20,9 +23,10 @@ def choose_hosts(
 ) -> dict[str, int]:
     """Choose the hosts of the next attempt.
 
-    An elastic run takes the first hosts that answer, at most the maximum of `launch.nnodes`. It
-    takes fewer, down to the minimum, if the model and its batch are not divisible by the ranks of
-    more hosts. The batch size and the order of the samples do not change.
+    An elastic run takes the first hosts that answer and have a GPU for each slot, if any of them
+    has GPUs, at most the maximum of `launch.nnodes`. It takes fewer, down to the minimum, if the
+    model and its batch are not divisible by the ranks of more hosts. The batch size and the order
+    of the samples do not change.
 
     Args:
         config: configuration of the run.
@@ -44,12 +48,12 @@ def choose_hosts(
     minimum, maximum = launch.node_range or (1, 1)
     listed = {host: len(slots) for host, slots in slots_of(launch, limited=False).items()}
     check_ssh(listed)
-    silent = _silent(ssh_of(launch), [*listed])
-    answering = [host for host in listed if host not in silent]
-    missing = "; ".join(f"{host}: {why}" for host, why in silent.items())
-    if len(answering) < minimum:
+    unfit = _unfit(ssh_of(launch), listed)
+    fit = [host for host in listed if host not in unfit]
+    missing = "; ".join(f"{host}: {why}" for host, why in unfit.items())
+    if len(fit) < minimum:
         message = (
-            f"launch.nnodes is {launch.nnodes} and {len(answering)} of {len(listed)} hosts can "
+            f"launch.nnodes is {launch.nnodes} and {len(fit)} of {len(listed)} hosts can "
             f"take part ({missing})"
         )
         raise (
@@ -58,26 +62,42 @@ def choose_hosts(
             else LaunchError(f"{message}: correct launch.hostfile or ssh")
         )
     chosen = _dividing(
-        config, {host: listed[host] for host in answering[:maximum]}, minimum, vocab_size
+        config, {host: listed[host] for host in fit[:maximum]}, minimum, vocab_size
     )
-    left_out = [host for host in answering if host not in chosen]
+    left_out = [host for host in fit if host not in chosen]
     _log.log(
-        logging.WARNING if silent else logging.INFO,
+        logging.WARNING if unfit else logging.INFO,
         "hosts of this attempt: %s%s%s",
         ", ".join(
             f"{host} ({ranks} rank{'s' if ranks > 1 else ''})" for host, ranks in chosen.items()
         ),
         f"; not needed: {', '.join(left_out)}" if left_out else "",
-        f"; cannot take part: {missing}" if silent else "",
+        f"; cannot take part: {missing}" if unfit else "",
     )
     return chosen
 
 
-def _silent(ssh: Ssh, hosts: list[str]) -> dict[str, str]:
-    """Return the hosts that do not answer, each with the reason."""
-    others = [host for host in hosts if not is_this_machine(host)]
-    results = run_on_hosts(ssh, others, ["true"], timeout=ANSWER_LIMIT)
-    return {result.host: result.problem for result in results if result.problem is not None}
+def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
+    """Return the other hosts that do not answer, or lost a GPU, each with the reason.
+
+    The driver no longer shows a GPU that fell off the bus.
+    """
+    others = [host for host in slots if not is_this_machine(host)]
+    unfit, gpus = {}, {}
+    for result in run_on_hosts(ssh, others, python("megacore.hardware"), timeout=ANSWER_LIMIT):
+        if result.problem is not None:
+            unfit[result.host] = result.problem
+        else:
+            with suppress(IndexError, KeyError, TypeError, ValueError):  # the start names it
+                # A shell may greet before the answer.
+                gpus[result.host] = len(json.loads(result.output.splitlines()[-1])["gpus"])
+    if any(gpus.values()):
+        unfit |= {
+            host: f"{count} of the GPUs of its {slots[host]} slots can be used"
+            for host, count in gpus.items()
+            if count < slots[host]
+        }
+    return unfit
 
 
 def _dividing(

@@ -1,5 +1,6 @@
 """Choice of the hosts of one attempt of an elastic run."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,31 @@ def test_first_hosts_that_answer_are_chosen(
         "cannot take part: "
     ) in (caplog.text)
     assert "worker-1: ssh cannot reach it: No route to host" in caplog.text
+
+
+def test_host_that_lost_a_gpu_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = {"worker-1": 2, "worker-2": 1, "worker-3": 2, "worker-4": 0}
+
+    def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
+        assert words[1:] == ["-m", "megacore.hardware"]
+        lines = [json.dumps({"gpus": [{"name": "H100"}] * gpus[host]}) for host in hosts]
+        return [
+            HostResult(host, 0, f"welcome\n{line}\n".encode(), "")
+            for host, line in zip(hosts, lines, strict=True)
+        ]
+
+    monkeypatch.setattr(elastic, "run_on_hosts", answer)
+    slots = (2, 2, 2, 2)
+    with caplog.at_level(logging.WARNING):
+        assert choose(tmp_path, "1:4", slots) == {"worker-1": 2, "worker-3": 2}
+    assert (
+        "cannot take part: worker-2: 1 of the GPUs of its 2 slots can be used; worker-4: 0 of the "
+        "GPUs of its 2 slots can be used"
+    ) in caplog.text
+    gpus.update(dict.fromkeys(gpus, 0))  # hosts that compute on CPUs
+    assert choose(tmp_path, "1:4", slots) == {"worker-1": 2, "worker-2": 2}  # they divide the batch
 
 
 def test_number_of_chosen_hosts_divides_the_batch(tmp_path: Path, silent: set[str]) -> None:
