@@ -465,6 +465,11 @@ class CheckpointSaver:
         self._land()
         return self._finished.popleft() if self._finished else None
 
+    @property
+    def saving(self) -> bool:
+        """True while this rank takes part in a save in the background."""
+        return self._flight is not None and _alive(self._flight)
+
     def progress(self) -> tuple[int, int] | None:
         """Return the bytes that all ranks have written, and the total.
 

@@ -188,6 +188,11 @@ class RunCheckpoints:
         """True if a background save has failed on this rank; `wait` raises its error."""
         return self._saver.failed
 
+    @property
+    def saving(self) -> bool:
+        """True while this rank saves in the background, which slows it down."""
+        return self._saver.saving
+
     def poll(self) -> None:
         """Report the progress and the result of a background save.
 

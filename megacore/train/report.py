@@ -2,9 +2,10 @@
 
 import os
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,17 @@ from megacore.observe.flops import Peaks, TransformerShape, step_flops
 from megacore.observe.logging import MemoryUse, StepReport
 from megacore.observe.timers import Timers, exposed_communication
 from megacore.optim.param_schedule import LrSchedule
+from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 
 _MIB = 1 << 20
 _STATM = Path("/proc/self/statm")
+_SLOW = 1.2
+"""Ratio of a rank's own time per iteration to its peers' above which it is slow."""
+_SLOW_INTERVALS = 3
+"""Log intervals in a row in which a slow rank is reported; compilation and caches take fewer."""
 
 
 class RateMeter:
@@ -157,6 +163,57 @@ class RateMeter:
             return None, None
         vendor = self._peaks.vendor
         return None if vendor is None else rate / vendor, rate / self._peaks.measured
+
+
+class SlowRanks:
+    """Detector of ranks that compute longer than others with the same work.
+
+    All ranks wait for such a rank, for example one whose GPU lowers its clock, so that each of them
+    reports the same time per iteration.
+    """
+
+    def __init__(
+        self, layout: RankLayout, hosts: Sequence[str], warn: Callable[[str], None]
+    ) -> None:
+        """Create the detector.
+
+        Args:
+            layout: layout of the ranks. Those of one pipeline stage and one part of the sequence
+                have the same work.
+            hosts: host name of each rank.
+            warn: callback that receives the message about a slow rank.
+        """
+        self._groups = [group for group in layout.groups("data", "tensor") if len(group) > 1]
+        self._hosts, self._warn = hosts, warn
+        self._intervals: dict[int, int] = {}
+
+    @property
+    def compares(self) -> bool:
+        """True if there are ranks with the same work."""
+        return bool(self._groups)
+
+    def look(self, milliseconds: Sequence[float]) -> None:
+        """Report the ranks that have just been slow for `_SLOW_INTERVALS` log intervals.
+
+        `milliseconds` are each rank's time per iteration without its waits for others.
+        """
+        slow = {}
+        for group in self._groups:
+            usual = statistics.median_low([milliseconds[rank] for rank in group])
+            slow |= {
+                rank: (milliseconds[rank], usual)
+                for rank in group
+                if milliseconds[rank] > _SLOW * usual > 0.0
+            }
+        self._intervals = {rank: self._intervals.get(rank, 0) + 1 for rank in slow}
+        for rank, (time_here, usual) in slow.items():
+            if self._intervals[rank] == _SLOW_INTERVALS:
+                self._warn(
+                    f"rank {rank} on {self._hosts[rank]} computes {time_here:.0f} ms per iteration "
+                    f"and the ranks with the same work {usual:.0f} ms (median), so they wait for "
+                    "it: see the clocks and temperature of its GPU (nvidia-smi -q -d PERFORMANCE, "
+                    "CLOCK) and other processes on that host"
+                )
 
 
 def memory_use(device: torch.device) -> MemoryUse:
