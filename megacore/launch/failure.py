@@ -19,6 +19,7 @@ from megacore.errors import (
     MemoryExhaustedError,
     RankLostError,
     RankStalledError,
+    TrainingError,
     WorkspaceError,
 )
 from megacore.launch.exit_reason import (
@@ -124,6 +125,9 @@ class Attempt:
         lost_rank = self._only_silent(reasons) if lost_rank is None else lost_rank
         silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
         signalled = silent and lost_code is not None and lost_code < 0
+        if lost_code == -signal.SIGABRT and reasons and _is_cause(reasons[0]):
+            # With NCCL, torch aborts the ranks that lost this one, which then give no reason.
+            signalled = False
         exit_code = lost_code if lost_code is not None else code
         who = (
             f"rank {lost_rank}"
@@ -238,6 +242,14 @@ class Attempt:
                 f"{error}; the table of ranks could not be written ({reason_of(unwritable)})"
             )
         return type(error)(f"{error}; the table of ranks is {self.table_path}")
+
+
+def _is_cause(reason: ExitReason) -> bool:
+    """Return True if the loss of another rank cannot have caused the failure.
+
+    An unknown exception, which is a TrainingError, may be its consequence.
+    """
+    return not reason.secondary and reason.error != TrainingError.__name__
 
 
 def _out_of_memory(who: str) -> MemoryExhaustedError:

@@ -300,6 +300,25 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script])
 
 
+def test_reason_of_a_rank_precedes_the_abort_of_a_peer_that_lost_it(tmp_path: Path) -> None:
+    reason = {
+        "rank": 0,
+        "error": "MemoryExhaustedError",
+        "message": "out of memory (CUDA out of memory)",
+        "time": 1.0,
+        "secondary": False,
+    }
+    report = TORCHRUN_REPORT.replace("-9", "-6")
+    script = f"""
+import json, pathlib
+pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(reason)!r})
+print({report!r})
+exit(1)
+"""
+    with pytest.raises(MemoryExhaustedError, match=r"rank 0: out of memory \(CUDA out of memory\)"):
+        run(tmp_path, [sys.executable, "-c", script])
+
+
 NCCL_WATCHDOG = """\
 [rank1]:[E1128 15:00:00.123456789 ProcessGroupNCCL.cpp:2064] [PG ID 0 PG GUID 0(default_pg) Rank 1] \
 Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error
