@@ -195,7 +195,9 @@ class Attempt:
 
     def _lost(self, first: RankState, reasons: list[ExitReason]) -> MegacoreError:
         silent = first.rank not in {reason.rank for reason in reasons}
-        if reasons and (reasons[0].stopped or not (silent or reasons[0].secondary)):
+        if reasons and (
+            reasons[0].stopped or _is_cause(reasons[0]) or not (silent or reasons[0].secondary)
+        ):
             return reasons[0].exception()
         if self.kills.rose:
             return _out_of_memory(f"rank {first.rank}")

@@ -320,13 +320,13 @@ exit(1)
 
 
 NCCL_WATCHDOG = """\
-[rank1]:[E1128 15:00:00.123456789 ProcessGroupNCCL.cpp:2064] [PG ID 0 PG GUID 0(default_pg) Rank 1] \
+[rank1]:[E1128 15:00:00.123456789 ProcessGroupNCCL.cpp:2064] [PG ID 0 PG GUID 0 Rank 1] \
 Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 
-Exception raised from c10_cuda_check_implementation at CUDAException.cpp:44 (most recent call first):
+Exception raised from c10_cuda_check_implementation at CUDAException.cpp:44 (most recent first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f3 in /libc10.so)
 frame #1: c10d::ProcessGroupNCCL::WorkNCCL::finishedGPUExecutionInternal() const + 0x56 (0x7f3 in)
 frame #2: c10d::ProcessGroupNCCL::watchdogHandler() + 0x8c (0x7f3 in /libtorch_cuda.so)

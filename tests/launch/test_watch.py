@@ -15,6 +15,7 @@ import pytest
 from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.errors import (
     DataFormatError,
+    LossError,
     MegacoreError,
     MemoryExhaustedError,
     RankLostError,
@@ -170,6 +171,14 @@ def test_reason_of_a_failed_rank_is_raised_for_a_hanging_job(tmp_path: Path) -> 
     error = Attempt.troubled(*trouble_of_a_lost_rank(tmp_path, [4, 5]))
     assert isinstance(error, DataFormatError)
     assert str(error).startswith("rank 0: tokens.bin is damaged; the table of ranks is ")
+
+
+def test_reason_of_a_rank_precedes_a_silent_peer_that_lost_it(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path / "exit")
+    write_reason(tmp_path / "exit", 1, LossError("the loss is nan"))
+    error = Attempt.troubled(*trouble_of_a_lost_rank(tmp_path, [4, 4]))
+    assert isinstance(error, LossError)
+    assert str(error).startswith("rank 1: the loss is nan; the table of ranks is ")
 
 
 def trouble_of_a_lost_rank(

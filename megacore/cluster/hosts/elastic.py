@@ -61,9 +61,7 @@ def choose_hosts(
             if attempt > 1
             else LaunchError(f"{message}: correct launch.hostfile or ssh")
         )
-    chosen = _dividing(
-        config, {host: listed[host] for host in fit[:maximum]}, minimum, vocab_size
-    )
+    chosen = _dividing(config, {host: listed[host] for host in fit[:maximum]}, minimum, vocab_size)
     left_out = [host for host in fit if host not in chosen]
     _log.log(
         logging.WARNING if unfit else logging.INFO,
