@@ -11,6 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megacore.artifact.files import free_text, reason_of
 from megacore.errors import (
@@ -32,10 +33,13 @@ from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
 from megacore.launch.rank_table import RankState, StateReport, furthest_behind, rank_states, table
 from megacore.launch.watch import LOST_LIMIT, KillCounter, Trouble, memory_text
 
-_LOG_BYTES = 65536
+_LOG_BYTES = 1 << 20
+"""Last bytes of a log that are searched: ranks that torch aborts write about 10 KB each."""
 _LOG_LINES = 5
 _ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S
+    r"Root Cause \(first observed failure\):(?:\s*\[\d+\]:\s*time\s*:\s*(?P<time>\S+))?.*?rank\s*:"
+    r"\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)",
+    re.S,
 )
 _DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
 """DeepSpeed's log line about the first rank that failed; it does not name the rank."""
@@ -272,14 +276,14 @@ def _little_space(directory: Path) -> str:
 def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:
     """Return rank and exit code of the first rank that failed, according to the launcher's log.
 
-    If several hosts report a failure, a report of a signal wins: the other ranks failed only
-    because they lost that one. Each value is None if the log does not give it.
+    If several hosts report a failure, the first report of a signal wins: the other ranks failed
+    only because they lost that one. Each value is None if the log does not give it.
     """
-    failures = [
-        failure for part in _by_host(text, hosts) if (failure := _first_in(part)) != (None, None)
-    ]
-    signalled = (failure for failure in failures if failure[1] is not None and failure[1] < 0)
-    return next(signalled, failures[0] if failures else (None, None))
+    failures = [failure for part in _by_host(text, hosts) if (failure := _first_in(part))]
+    signalled = [failure for failure in failures if failure.code < 0]
+    first = min(signalled, key=lambda failure: failure.time) if signalled else None
+    first = first or next(iter(failures), None)
+    return (None, None) if first is None else (first.rank, first.code)
 
 
 def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
@@ -293,12 +297,21 @@ def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
     ]
 
 
-def _first_in(text: str) -> tuple[int | None, int | None]:
-    """Return rank and exit code of the first failure in the log of one host's launcher."""
+class _Failure(NamedTuple):
+    """First failure on one host, in the report of its launcher."""
+
+    time: str
+    """Local time, as in 2026-11-28_15:00:03; empty if the report has none."""
+    rank: int | None
+    code: int
+
+
+def _first_in(text: str) -> _Failure | None:
+    """Return the first failure in the log of one host's launcher, or None."""
     if root := _ROOT_CAUSE.search(text):
-        return int(root[1]), int(root[2])
+        return _Failure(root["time"] or "", int(root["rank"]), int(root["code"]))
     cause = _DEEPSPEED_CAUSE.search(text)
-    return None, int(cause[1]) if cause else None
+    return _Failure("", None, int(cause[1])) if cause else None
 
 
 def _ended(code: int, kills: KillCounter) -> str:
@@ -325,7 +338,7 @@ def _ended(code: int, kills: KillCounter) -> str:
 
 
 def _tail(log: Path, start: int) -> str:
-    """Return the last 64 KiB of the log from offset `start` on."""
+    """Return the last `_LOG_BYTES` of the log from offset `start` on."""
     with open(log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _LOG_BYTES))

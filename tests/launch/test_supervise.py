@@ -300,6 +300,22 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script])
 
 
+def test_rank_that_was_aborted_first_is_named_among_those_of_several_hosts(tmp_path: Path) -> None:
+    def report(host: str, rank: int, second: int) -> str:
+        text = (
+            "Root Cause (first observed failure):\n[0]:\n"
+            f"  time      : 2026-11-28_15:00:{second:02}\n  host      : {host}\n"
+            f"  rank      : {rank} (local_rank: 0)\n  exitcode  : -6 (pid: 7)\n"
+        )
+        return "".join(f"{host}: {line}\n" for line in text.splitlines())
+
+    log = report("node-1", 0, 4) + report("node-2", 8, 3) + report("node-3", 16, 5)
+    script = f"print({log!r}); exit(1)"
+    hosts = ("node-1", "node-2", "node-3")
+    with pytest.raises(RankLostError, match="rank 8 was ended by SIGABRT"):
+        run(tmp_path, [sys.executable, "-c", script], hosts=hosts)
+
+
 def test_reason_of_a_rank_precedes_the_abort_of_a_peer_that_lost_it(tmp_path: Path) -> None:
     reason = {
         "rank": 0,
