@@ -75,6 +75,8 @@ kernel on it failed. Errors that every retry would repeat, such as a failed asse
 a missing kernel image, are not among them."""
 NO_GPU_MEMORY = (
     "cuda error: out of memory",
+    "cuda driver error: out of memory",
+    "triton error [cuda]: out of memory",
     "cuda failure 'out of memory'",
     "cuda failure 2 'out of memory'",
     "cublas_status_alloc_failed",

@@ -70,6 +70,12 @@ class OddDataError(DataFormatError):
             7,
         ),
         (
+            RuntimeError("Triton Error [CUDA]: out of memory"),
+            "MemoryExhaustedError",
+            "Triton Error [CUDA]: out of memory",
+            7,
+        ),
+        (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(h)`"),
             "MemoryExhaustedError",
             "CUBLAS_STATUS_ALLOC_FAILED",
