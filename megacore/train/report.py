@@ -197,7 +197,7 @@ class SlowRanks:
 
         `milliseconds` are each rank's time per iteration without its waits for others.
         """
-        slow = {}
+        slow: dict[int, tuple[float, float]] = {}
         for group in self._groups:
             usual = statistics.median_low([milliseconds[rank] for rank in group])
             slow |= {

@@ -81,7 +81,8 @@ def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
     The driver no longer shows a GPU that fell off the bus.
     """
     others = [host for host in slots if not is_this_machine(host)]
-    unfit, gpus = {}, {}
+    unfit: dict[str, str] = {}
+    gpus: dict[str, int] = {}
     for result in run_on_hosts(ssh, others, python("megacore.hardware"), timeout=ANSWER_LIMIT):
         if result.problem is not None:
             unfit[result.host] = result.problem
