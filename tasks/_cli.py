@@ -15,7 +15,7 @@ from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
 from megacore.artifact.files import access_error
-from megacore.config import parse_overrides
+from megacore.config import load_config, load_finetune_config, parse_overrides
 from megacore.errors import (
     ConfigError,
     LaunchError,
@@ -27,6 +27,7 @@ from megacore.redact import redact, redact_values
 from tasks._environment import answers, check_proxies
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
 from tasks._orphans import database_problem, end_process, start_server
+from tasks.preflight import CONF_DIR
 
 _SWITCHES = ("dry_run", "find_batch_size")
 """Boolean parameters of flows."""
@@ -54,10 +55,11 @@ def run_flow(flow: Flow[..., Any]) -> None:
     try:
         check_proxies()
         _require_server()
-        if not PREFECT_API_URL.value():
-            start_server()
         overrides = parse_overrides(arguments.override)
         _refuse_secrets(overrides)
+        if not PREFECT_API_URL.value():
+            _check_values(flow, arguments.conf, overrides)
+            start_server()
         parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": overrides}
         flow(**parameters, **{name: getattr(arguments, name) for name in switches})
     except MegacoreError as error:
@@ -127,6 +129,17 @@ def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
     for name, text in switches.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     return parser.parse_args(), switches
+
+
+def _check_values(flow: Flow[..., Any], conf: str, overrides: dict[str, Any]) -> None:
+    """Refuse wrong values before a temporary server starts, which takes seconds.
+
+    With a configured server the flow refuses them, so that Prefect's page shows the refused run.
+    """
+    if flow.name == "finetune":
+        load_finetune_config(conf, overrides, conf_dir=CONF_DIR / "finetune")
+    else:
+        load_config(conf, overrides, conf_dir=CONF_DIR)
 
 
 def _refuse_secrets(overrides: dict[str, Any]) -> None:

@@ -130,14 +130,27 @@ class _Merged(NamedTuple):
         bases = dict.fromkeys(str(file.path) for file in reversed(self.files[:-1]))
         return f"{self.path} (extends {', '.join(bases)})" if bases else str(self.path)
 
+    def is_overridden(self, key: str) -> bool:
+        """Return True if an override gives the value `key`, or a section that contains it."""
+        key = key.partition("[")[0]
+        return any(f"{key}.".startswith(f"{override}.") for override in self.overrides)
+
+    def place_of(self, key: str) -> str:
+        """Return what a message says on the origin of the value `key`, if not the named file."""
+        if self.is_overridden(key):
+            return " (in an override)"
+        file = self.file_of(key)
+        return "" if file == self.path else f" (in {file})"
+
     def file_of(self, key: str) -> Path:
         """Return the file that gives the value `key`; the named file if an override or none does.
 
         A relative path in a configuration is relative to the directory of that file.
         """
+        if self.is_overridden(key):
+            return self.path
         key = key.partition("[")[0]
-        overridden = any(f"{key}.".startswith(f"{override}.") for override in self.overrides)
-        if overridden or not _has(self.values, key):
+        if not _has(self.values, key):
             return self.path
         return next(
             (file.path for file in reversed(self.files) if _has(file.values, key)), self.path
@@ -150,7 +163,8 @@ def load_config(
     """Read a YAML file, apply dotted overrides and validate the result.
 
     An override is, for example, `{"train.train_iters": 50}`. Raises ConfigError with one clause per
-    wrong value: its key, the value, what to do, and the extended file that the value comes from.
+    wrong value: its key, the value, what to do, and the extended file or the override that the
+    value comes from.
     """
     merged = _read_values(conf, overrides, conf_dir, _PRETRAINING)
     _read_deepspeed_json(merged, conf_dir)
@@ -208,6 +222,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
+        key = key.strip()
         if not sign or not key:
             raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
         overrides[key] = parse_yaml(text, f"override {pair[:100]!r}: its value")
@@ -490,17 +505,14 @@ def format_errors(
     Args:
         error: error raised by the validation.
         schema: class against which the values were validated.
-        merged: values and their files; a clause then names the extended file that it is about.
+        merged: values and their files; a clause then names the extended file that it is about, or
+            says that it is about an override.
     """
     # Each alternative of a union reports its own errors: only the first error of each key is shown.
     items = [item for item in error.errors() if not _follows(item, error.errors())]
     problems = {key_of(item, schema): _describe(item, schema) for item in reversed(items)}
     if merged is not None:
-        files = {key: merged.file_of(key) for key in problems}
-        problems = {
-            key: problem if files[key] == merged.path else f"{problem} (in {files[key]})"
-            for key, problem in problems.items()
-        }
+        problems = {key: f"{problem}{merged.place_of(key)}" for key, problem in problems.items()}
     return "; ".join(reversed(problems.values()))
 
 

@@ -391,6 +391,21 @@ def test_overrides_are_parsed_as_yaml() -> None:
     }
 
 
+def test_spaces_around_the_key_of_an_override_are_ignored() -> None:
+    assert parse_overrides(["train.train_iters = 50", " seed=1"]) == {
+        "train.train_iters": 50,
+        "seed": 1,
+    }
+
+
+def test_a_wrong_override_is_not_blamed_on_the_file(conf: Callable[..., str]) -> None:
+    path = conf(optim={"lr": -1})
+    message = refusal(path, {"train.train_iter": 10, "data.source": {"kind": "text"}})
+    assert "unknown key train.train_iter (did you mean train_iters?) (in an override)" in message
+    assert "data.source.files is missing: give it a value (in an override)" in message
+    assert "optim.lr is -1: input should be greater than 0;" in f"{message};"
+
+
 def test_numbers_with_colons_are_strings(conf: Callable[..., str]) -> None:
     assert parse_overrides(["launch.nnodes=1:2", "launch.nproc_per_node=10"]) == {
         "launch.nnodes": "1:2",

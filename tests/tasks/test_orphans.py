@@ -215,8 +215,11 @@ def test_last_line_of_a_failed_command_is_the_error(tmp_path: Path) -> None:
     )
     assert flow.returncode == 2
     assert flow.stdout.splitlines()[-1] == (
-        f"error: {ROOT / 'conf/gpt2-tiny.yaml'}: train.train_iters is 'x': give an integer"
+        f"error: {ROOT / 'conf/gpt2-tiny.yaml'}: train.train_iters is 'x': give an integer (in an "
+        "override)"
     )
+    # it was refused before a temporary server started
+    assert len(flow.stdout.splitlines()) == 1
 
 
 def test_end_waits_until_the_server_has_stored_the_ended_task_runs(
