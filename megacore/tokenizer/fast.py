@@ -4,6 +4,7 @@ gigatoken: https://github.com/marcelroed/gigatoken.
 """
 
 import ctypes
+import importlib
 import itertools
 import logging
 import os
@@ -178,6 +179,9 @@ class GigatokenEncoder:
         """Return the concatenated ids of all texts."""
         if not texts:
             return Encoded(np.zeros(0, np.uint32), np.zeros(0, np.int64))
+        # gigatoken imports it in its first call and takes any error, Ctrl-C and SIGTERM included,
+        # for its absence: the stop would be lost.
+        importlib.import_module("awkward")
         instance = self._take()
         try:
             layout = instance.tokenizer.encode_batch(texts, parallel=False).layout

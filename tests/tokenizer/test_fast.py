@@ -152,6 +152,22 @@ def test_a_keyboard_interrupt_is_not_caught(
         choose_encoder(tokenizer, TEXTS, 1)
 
 
+def test_a_keyboard_interrupt_during_the_import_of_awkward_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: JsonTokenizer
+) -> None:
+    """gigatoken, which imports it itself, takes the interrupt for a missing library."""
+
+    class Interrupt:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "awkward":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "awkward", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    with pytest.raises(KeyboardInterrupt):
+        choose_encoder(tokenizer, TEXTS, workers=1)
+
+
 def test_sample_is_truncated_to_its_limit() -> None:
     assert take_sample(["a" * 150_000, "b" * 150_000, "c"]) == ["a" * 150_000, "b" * 50_000]
 
