@@ -3,6 +3,7 @@
 import atexit
 import gc
 import sys
+from types import TracebackType
 
 from megacore.errors import MegacoreError
 from megacore.observe.logging import prepare_output
@@ -10,6 +11,18 @@ from tasks._environment import prepare_environment
 from tasks._logging import shorten_user_errors
 from tasks._orphans import GC_THRESHOLDS
 
+
+def report_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print a Ctrl-C while modules are imported, which `run_flow` cannot catch, as one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("stopped before the flow began\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = report_uncaught
 prepare_output()
 gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
 atexit.register(gc.freeze)  # nothing needs to be collected when the process ends

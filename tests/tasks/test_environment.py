@@ -91,6 +91,15 @@ def test_a_flow_refuses_such_a_proxy_before_it_starts(
     assert result.stderr.splitlines()[-1].startswith("error: https_proxy is gopher://a in the")
 
 
+def test_ctrl_c_while_a_flow_is_imported_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from flows import report_uncaught
+
+    report_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "stopped before the flow began\n"
+    report_uncaught(ValueError, ValueError("broken"), None)
+    assert capsys.readouterr().err == "ValueError: broken\n"
+
+
 def test_a_deleted_working_directory_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
