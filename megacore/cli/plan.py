@@ -197,7 +197,7 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
         f"predicted time of an iteration on {ranks} x {run.hardware}"
         f"{'' if hardware.host is None else f' of {hardware.owner}'} in {precision}: "
         f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
-        f"validations {run.days:.3g} days"
+        f"validations {run.duration}"
     )
     _print_table(_time_table(run.iteration))
     if config.data.seq_length_schedule is not None:

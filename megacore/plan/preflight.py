@@ -97,7 +97,7 @@ class RunEstimate:
             f"rank{'s' if self.ranks > 1 else ''}"
             f"{threads}{divided if axes.data < self.ranks else ''} in {self.precision}{engine}: "
             f"about {gib(self.memory.total)} of {gib(self.memory_available)} per "
-            f"rank{self._offloaded()}, {_duration(self.time.days)} at a "
+            f"rank{self._offloaded()}, {self.time.duration} at a "
             f"predicted {_seconds(self.time.iteration.seconds)} per iteration on "
             f"{self.time.hardware}{'' if self.host is None else f' of host {self.host}'}"
         )
@@ -231,7 +231,7 @@ def check_precision(precision: str, scheduler: str) -> None:
 
 def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate, owner: str) -> None:
     days = estimate.time.days
-    needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(days)}"
+    needs = f"about {gib(estimate.memory.total)} of memory per rank and {estimate.time.duration}"
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
     if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
@@ -247,13 +247,6 @@ def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate, owner: str) -
             f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
             "launch.allow_cpu to true to start it all the same"
         )
-
-
-def _duration(days: float) -> str:
-    if days >= 1:
-        return f"{days:,.1f} days" if days < 100 else f"{days:,.0f} days"
-    minutes = days * 24 * 60
-    return f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
 
 
 def _seconds(seconds: float) -> str:

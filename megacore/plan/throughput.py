@@ -69,6 +69,14 @@ class RunTime:
         """The run's duration in days."""
         return self.seconds / SECONDS_PER_DAY
 
+    @property
+    def duration(self) -> str:
+        """The run's duration in days, hours or minutes, with the unit."""
+        if self.days >= 1:
+            return f"{self.days:,.1f} days" if self.days < 100 else f"{self.days:,.0f} days"
+        minutes = self.seconds / 60
+        return f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
+
 
 def planned_iteration(
     config: RunConfig,

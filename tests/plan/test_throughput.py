@@ -136,3 +136,12 @@ def test_ranks_of_two_hosts_communicate_over_the_network() -> None:
         return run.iteration.data + run.iteration.other
 
     assert data(2) > data(4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(91.0, "1.5 minutes"), (5_400.0, "1.5 hours"), (86_400 * 98.8, "98.8 days")],
+)
+def test_a_duration_has_a_unit_of_its_size(seconds: float, expected: str) -> None:
+    iteration = predicted(tiny(), Hardware(2, GIB), 1).iteration
+    assert RunTime(iteration, "CPU core", seconds).duration == expected
