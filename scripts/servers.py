@@ -56,7 +56,7 @@ WORK_POOL = "local"
 PREFECT_TOML = ROOT / "prefect.toml"
 TOML_HEADER = "# Written by `make server`; `make stop` removes it."
 START_TIMEOUT = 120.0
-"""Maximum number of seconds for each step of a start."""
+"""Maximum number of seconds until a server answers, or between two lines of a deployment's log."""
 STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
 """Seconds of grace by process, in the order of stopping; the worker's runs need launch.stop_grace
 to end their ranks."""
@@ -258,13 +258,18 @@ def _wait_healthy(servers: Servers, name: str, url: str) -> None:
 
 
 def _wait_ended(started: Started) -> None:
-    """Wait until a command has finished its work."""
-    deadline = time.monotonic() + START_TIMEOUT
+    """Wait until a command has finished its work, however slow, as long as its log grows."""
+    written, deadline = -1, 0.0
     while True:
         pid, status = os.waitpid(started.pid, os.WNOHANG)
         if pid:
             break
-        _require_alive(started, deadline, "is not finished", ended_is_fine=True)
+        size = Path(started.log).stat().st_size
+        if size != written:
+            written, deadline = size, time.monotonic() + START_TIMEOUT
+        _require_alive(
+            started, deadline, "is not finished and has printed nothing new", ended_is_fine=True
+        )
         time.sleep(0.2)
     if status:
         raise LaunchError(

@@ -114,3 +114,34 @@ def test_port_in_use_is_reported_with_its_process(processes: ModuleType) -> None
     assert f"process {os.getpid()} (" in message
     assert f"make server PREFECT_PORT={port + 1}" in message
     processes.require_free_port(port, "the Prefect server", "PREFECT_PORT")
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_a_slow_deployment_is_awaited_as_long_as_its_log_grows(
+    monkeypatch: pytest.MonkeyPatch, processes: ModuleType, tmp_path: Path, prints: bool
+) -> None:
+    import servers
+
+    log = tmp_path / "deploy.log"
+    log.write_text("first\n")
+    started = processes.Started("deploy", 1, 0.0, str(log))
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += 100
+            if prints:
+                log.write_text(f"{log.read_text()}deploying\n")
+
+    clock = Clock()
+    monkeypatch.setattr(servers, "time", clock)
+    monkeypatch.setattr(os, "waitpid", lambda pid, flags: (pid if clock.now > 1000 else 0, 0))
+    if prints:
+        servers._wait_ended(started)
+        return
+    with pytest.raises(LaunchError, match=r"has printed nothing new after 120 s: first \(log: "):
+        servers._wait_ended(started)
