@@ -354,7 +354,7 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
             raise DataFormatError(f"{file}:{empty} is empty: give a prompt on each line")
         texts += lines
     if required and not texts:
-        raise ConfigError("there is no prompt: give --prompt or --prompt-file")
+        raise ConfigError("there is no prompt: give --prompt, --prompt-file or --interactive")
     return texts
 
 

@@ -370,6 +370,8 @@ def _read_extended(
 def _read_file(path: Path, kind: _Kind) -> dict[str, Any]:
     """Return the content of one file. Raises ConfigError if it belongs to the other flow."""
     values = read_yaml(path)
+    if values is None:
+        raise ConfigError(f"{path} is empty: give it sections, as {kind.example} has")
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}"

@@ -54,7 +54,7 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((), ConfigError, "there is no prompt: give --prompt or --prompt-file"),
+        ((), ConfigError, "there is no prompt: give --prompt, --prompt-file or --interactive"),
         (("--prompt", ""), ConfigError, "prompt 1 is empty: give it at least one token"),
         (
             ("--prompt", "a", "--top-p", 1.5),

@@ -324,7 +324,7 @@ def test_a_batch_is_accepted_exactly_if_the_ranks_can_share_it(
     [
         ("name: [unclosed", "cannot be read as YAML"),
         ("- a\n- b\n", "holds list, not a mapping"),
-        ("", "holds NoneType, not a mapping"),
+        ("", "is empty: give it sections, as conf/gpt2-tiny.yaml has"),
     ],
 )
 def test_malformed_files_are_refused(tmp_path: Path, content: str, sentence: str) -> None:
