@@ -209,9 +209,13 @@ def lock(
         shared: True to read files that must not change, which any number of processes may do.
         holder: name of this holder, which waiting processes show.
         on_wait: function that shows one sentence if another process holds the lock.
+
+    Raises:
+        WorkspaceError: the lock file cannot be made, or its file system has no locks.
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = _open_lock(target)
     with open(descriptor, "r+", encoding="utf-8") as file:
         if not _flock(descriptor, kind, target):
             on_wait(f"waits for {target}, which {_holder_of(file)} uses")
@@ -235,8 +239,10 @@ def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
     Args:
         target: file or directory to lock, as for `lock`.
         shared: True to read files that must not change.
+
+    Raises WorkspaceError and FileAccessError, like `lock`.
     """
-    descriptor = os.open(lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = _open_lock(target)
     try:
         free = _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, target)
         if free:
@@ -262,6 +268,13 @@ def is_locked(target: Path) -> bool:
 def lock_file(target: Path) -> Path:
     """Return the path of the file that is locked for `target`."""
     return target.with_name(f".{target.name}.lock")
+
+
+def _open_lock(target: Path) -> int:
+    """Open the lock file of `target`, which is made if it is missing."""
+    path = lock_file(target)
+    with workspace_errors(path):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 def _flock(descriptor: int, kind: int, target: Path) -> bool:

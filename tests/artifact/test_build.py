@@ -327,6 +327,23 @@ def test_a_file_system_without_locks_is_refused_with_its_remedy(
         is_locked(tmp_path / "run")
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_lock_file_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(path: Path, *arguments: object) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr("os.open", refuse)
+    message = rf"cannot (read or )?write {tmp_path}/\.run\.lock.*{os.strerror(code)}"
+    for held in (lock, try_lock):
+        with (
+            pytest.raises((WorkspaceError, FileAccessError), match=message),
+            held(tmp_path / "run"),
+        ):
+            pass
+
+
 def test_lock_file_is_empty_after_use(tmp_path: Path) -> None:
     with lock(tmp_path / "run"):
         assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
