@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
@@ -107,6 +108,7 @@ def supervise(
         MemoryExhaustedError: the kernel killed a rank because memory ran out.
         StageTimeoutError: the command ran longer than `timeout`.
         LaunchError: `command` cannot be started.
+        WorkspaceError: the log or `exit_directory` cannot be written.
     """
     executable = shutil.which(command[0])
     if executable is None:
@@ -317,7 +319,7 @@ def _guarded(
     `variables` is the environment of the guard and its command, with the job's mark.
     """
     mark = variables[JOB_VARIABLE]
-    with open(log, "ab") as output:
+    with _appended(log) as output:
         guard = subprocess.Popen(
             [
                 sys.executable,
@@ -344,6 +346,12 @@ def _guarded(
     finally:
         _stop(guard, grace)
         end_all(lambda: marked(mark, host_mark(mark, None)), 0.0, reap=lambda: None)
+
+
+def _appended(log: Path) -> BinaryIO:
+    """Open the log to append to it. Raises WorkspaceError and FileAccessError."""
+    with workspace_errors(log):
+        return open(log, "ab")
 
 
 def _take_printed(guard: "subprocess.Popen[bytes]", attempt: Attempt) -> None:

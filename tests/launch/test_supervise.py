@@ -49,6 +49,13 @@ class Cancelled(BaseException):
     """Cancellation by an orchestrator, which is no subclass of Exception."""
 
 
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "train.log"
+    log.mkdir(parents=True)
+    with pytest.raises(WorkspaceError, match=f"cannot write {log}: Is a directory: move"):
+        run(tmp_path, ["true"])
+
+
 def run(tmp_path: Path, command: list[str], **options: Any) -> None:
     settings: dict[str, Any] = {
         "stop_grace": GRACE,
