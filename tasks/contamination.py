@@ -14,7 +14,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
-from megacore.artifact.files import read_object, write_json
+from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, build, stage_task
@@ -148,11 +148,12 @@ def _build_in_shards(
     """
     owner = Workspace.of().folder(key.stage) / f"{key.key}.work"
     work = owner.with_name(f"{owner.name}.tmp-shards")
-    owner.parent.mkdir(parents=True, exist_ok=True)
-    with lock(owner, on_wait=get_run_logger().info):
-        result = build(config, key, lambda directory: fill(directory, work), writes=writes)
-        if work.exists():
-            shutil.rmtree(work)
+    with workspace_errors(owner.parent):
+        owner.parent.mkdir(parents=True, exist_ok=True)
+        with lock(owner, on_wait=get_run_logger().info):
+            result = build(config, key, lambda directory: fill(directory, work), writes=writes)
+            if work.exists():
+                shutil.rmtree(work)
     return result
 
 

@@ -9,7 +9,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace, lock
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config import RunConfig
 from megacore.token_files.indexed_dataset import token_prefixes
@@ -68,11 +68,12 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
         compared = sum(each.counts["bytes"] for each in earlier)
         return needed_bytes(corpus.counts["bytes"], data.curate, compared)
 
-    owner.parent.mkdir(parents=True, exist_ok=True)
-    with lock(owner, on_wait=say):
-        result = build(config, key, fill, writes=needed)
-        if work.exists():
-            shutil.rmtree(work)
+    with workspace_errors(owner.parent):
+        owner.parent.mkdir(parents=True, exist_ok=True)
+        with lock(owner, on_wait=say):
+            result = build(config, key, fill, writes=needed)
+            if work.exists():
+                shutil.rmtree(work)
     _show_report(result.artifact)
     return result
 

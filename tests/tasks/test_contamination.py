@@ -1,14 +1,18 @@
 """Shares of contaminated items: what is warned of, withheld, logged and shown."""
 
+import errno
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.artifact import Artifact
+from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig, load_config
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, WorkspaceError
+from tasks import contamination as module
 from tasks.contamination import (
     REPORT,
     contamination_metrics,
@@ -49,6 +53,23 @@ def artifact(tmp_path: Path) -> Artifact:
 def config_with(**values: Any) -> RunConfig:
     changes = {f"evaluate.{name}": value for name, value in values.items()}
     return load_config("gpt2-tiny", changes)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **values: Any) -> None:
+        if path.name == "searches":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *arguments, **values)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    key = StageKey("search", 1, {}, {})
+    message = f"cannot write {tmp_path}/searches: No space left on device: free some space"
+    with pytest.raises(WorkspaceError, match=message):
+        module._build_in_shards(config_with(), key, lambda directory, work: {})
 
 
 def test_scores_above_the_limit_are_withheld_if_refused(artifact: Artifact) -> None:
