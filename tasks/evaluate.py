@@ -198,10 +198,11 @@ class Scoring:
             }
         )
         self._devices.enter_context(devices(self._config.launch, trains=False))
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._supervise, args=(job, scratch), name="evaluate", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread  # only one that runs can be waited for
 
     def _supervise(self, job: EvaluateJob, scratch: Path) -> None:
         try:

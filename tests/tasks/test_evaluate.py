@@ -162,6 +162,24 @@ def test_error_of_the_flow_ends_the_ranks(
     assert ranks.stopped
 
 
+def test_a_thread_that_cannot_start_is_the_error(
+    config: RunConfig,
+    run_directory: Path,
+    kept: tuple[Target, ...],
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with (
+        pytest.raises(RuntimeError, match="can't start new thread"),
+        scoring_of(config, run_directory, kept) as scoring,
+    ):
+        scoring.score(kept[0])
+
+
 def test_retention_spares_a_checkpoint_until_it_is_scored(run_directory: Path) -> None:
     root = run_directory / "checkpoints"
     save(run_directory, 10)
