@@ -5,6 +5,7 @@ The package `lm_eval` computes them; the values are those of its own command lin
 
 import contextlib
 import difflib
+import errno
 import glob
 import hashlib
 import importlib.util
@@ -20,10 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megacore.artifact.files import canonical_json
+from megacore.artifact.files import access_error, canonical_json, workspace_errors
 from megacore.artifact.manifest import file_digest
 from megacore.config.train import LmEvalConfig
-from megacore.errors import ConfigError, DataFormatError, DownloadError, MegacoreError
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    DownloadError,
+    FileAccessError,
+    MegacoreError,
+    WorkspaceError,
+)
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -287,6 +295,8 @@ def score_model(
     Raises:
         DownloadError: the data of a task were not found on this host nor on the hub.
         DataFormatError: lm_eval refused a task or its data.
+        WorkspaceError: the cache of the data cannot be written.
+        FileAccessError: the disk fails, or the mount is lost.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import handle_non_serializable
@@ -368,6 +378,10 @@ def _item_text(task: Any, row: Any) -> str:
     return f"{text_of(task.doc_to_text(row))} {text_of(task.doc_to_target(row))}".strip()
 
 
+_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""Errors of a disk that cannot be written, which no file of a task can cause."""
+
+
 @contextlib.contextmanager
 def _typed_errors(tasks: Sequence[str], action: str = "score") -> Iterator[None]:
     """Raise what lm_eval and datasets raise in the body as one sentence.
@@ -381,6 +395,8 @@ def _typed_errors(tasks: Sequence[str], action: str = "score") -> Iterator[None]
     except Exception as error:
         if _out_of_memory(error):
             raise
+        if (fault := _disk_fault(error)) is not None:
+            raise fault from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         kind, names = type(error).__name__, ", ".join(tasks)
         sentence = f"lm_eval could not {action} {names}: {kind}: {reason}"
@@ -392,6 +408,29 @@ def _typed_errors(tasks: Sequence[str], action: str = "score") -> Iterator[None]
         raise DataFormatError(
             f"{sentence}: correct the task or its data, or remove it from evaluate.lm_eval.tasks"
         ) from error
+
+
+def _disk_fault(error: BaseException | None) -> MegacoreError | None:
+    """Return the error of a disk that cannot hold or give the data of a task; None for others.
+
+    datasets keeps the data in its cache, and raises an error of its own from the disk's.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    from datasets.config import HF_DATASETS_CACHE
+
+    cache = Path(HF_DATASETS_CACHE)
+    if error.errno in _REFUSALS or Path(str(error.filename)).is_relative_to(cache):
+        try:
+            with workspace_errors(cache, "set HF_HOME to a directory on another disk"):
+                raise error
+        except (WorkspaceError, FileAccessError) as fault:
+            return fault
+        except OSError:
+            return None
+    return access_error(error, cache)
 
 
 def _out_of_memory(error: Exception) -> bool:

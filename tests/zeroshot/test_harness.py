@@ -1,6 +1,8 @@
 """Scores of an export by lm-evaluation-harness: values, names, refusals and keys."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,13 @@ from typing import Any
 import pytest
 
 from megacore.config.train import LmEvalConfig
-from megacore.errors import ConfigError, DataFormatError, DownloadError
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    DownloadError,
+    TransientFileError,
+    WorkspaceError,
+)
 from megacore.zeroshot import harness
 from megacore.zeroshot.harness import check_tasks, metrics_of, score_model, task_files
 
@@ -266,6 +274,34 @@ def test_errors_of_lm_eval_are_one_sentence(
     error: Exception, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message), harness._typed_errors(["a", "b"]):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "remedy"),
+    [
+        (errno.ENOSPC, WorkspaceError, "free some space .* or set HF_HOME to"),
+        (errno.EDQUOT, WorkspaceError, "raise the quota or set HF_HOME to"),
+        (errno.EROFS, WorkspaceError, "set HF_HOME to"),
+        (errno.EACCES, WorkspaceError, "make it writable or set HF_HOME to"),
+        (errno.EIO, TransientFileError, "the disk or its connection fails"),
+    ],
+)
+def test_a_disk_without_room_for_the_data_is_no_fault_of_the_task(
+    code: int, kind: type[Exception], remedy: str
+) -> None:
+    from datasets.config import HF_DATASETS_CACHE
+
+    path = str(Path(HF_DATASETS_CACHE) / "json.lock")
+    message = f"write {path}.*{os.strerror(code)}.*: {remedy}"
+    with pytest.raises(kind, match=message), harness._typed_errors(["a"]):
+        raise ValueError("no data set") from OSError(code, os.strerror(code), path)
+
+
+def test_data_that_may_not_be_read_are_a_fault_of_the_task() -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", "/data/colours.jsonl")
+    message = "PermissionError: .*colours.jsonl'?: correct the task or its data"
+    with pytest.raises(DataFormatError, match=message), harness._typed_errors(["a"]):
         raise error
 
 
