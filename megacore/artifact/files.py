@@ -537,6 +537,24 @@ def link_or_copy(path: Path, target: Path) -> None:
         shutil.copyfile(path, target)
 
 
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a directory as `target`, which must not exist. The copy is not synced yet.
+
+    The first file that cannot be copied ends it; shutil's error of a tree has only texts.
+
+    Raises:
+        WorkspaceError: `target` cannot be written.
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
+    """
+
+    def copy(path: str, copied: str) -> None:
+        with workspace_errors(Path(copied)):
+            shutil.copy2(path, copied)
+
+    with workspace_errors(target):
+        shutil.copytree(source, target, copy_function=copy)
+
+
 def sync_tree(path: Path) -> None:
     """Flush every file and directory below `path` to disk, except temporary directories."""
     for folder, below, names in os.walk(path):

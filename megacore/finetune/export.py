@@ -1,6 +1,5 @@
 """Export of a fine-tuning's best model as a transformers directory that passes the gate."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 import megacore
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import access_error, copy_tree, workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.convert.model_card import render_card
 from megacore.convert.tokenizers import missing_end
@@ -223,7 +222,8 @@ class Exported:
 def load_exported(directory: Path, kind: str) -> Exported:
     """Load a transformers directory with the class for a kind of task.
 
-    Raises ConversionError if a weight is missing, unexpected, empty or not finite.
+    Raises ConversionError if a weight is missing, unexpected, empty or not finite, and
+    FileAccessError.
     """
     import transformers
 
@@ -242,6 +242,8 @@ def load_exported(directory: Path, kind: str) -> Exported:
     except MemoryError:
         raise
     except Exception as error:  # safetensors and transformers raise plain Exception
+        if isinstance(error, OSError) and (fault := access_error(error, directory)) is not None:
+            raise fault from error
         raise ConversionError(
             f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: "
             f"{' '.join(str(error).split())[:300]}"
@@ -481,8 +483,7 @@ def export_best(
     directory = output / MODEL_NAME
     recorded = read_best(best)
     beat("copy")
-    with workspace_errors(output):
-        shutil.copytree(best / MODEL_NAME, directory)
+    copy_tree(best / MODEL_NAME, directory)
     beat("load")
     exported = load_exported(directory, job.config.task.kind)
     exported.model.to(device)

@@ -1,6 +1,5 @@
 """Sequence-to-sequence tasks: a target text for each source text."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import copy_tree, workspace_errors
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
 from megacore.convert.tokenizers import end_id, missing_end
@@ -69,7 +68,7 @@ def store_punkt(directory: Path) -> None:
         directory.mkdir()
         if installed is not None:
             source = model_directory(installed, _LANGUAGE)
-            shutil.copytree(source, directory / source.relative_to(installed))
+            copy_tree(source, directory / source.relative_to(installed))
             return
     try:
         download_punkt(directory, _LANGUAGE)

@@ -13,6 +13,7 @@ import pytest
 from megacore.artifact.files import (
     access_error,
     access_errors,
+    copy_tree,
     link_or_copy,
     naming,
     parse_json,
@@ -350,6 +351,25 @@ def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
     assert regular(tmp_path / "large", (tmp_path / "large").stat().st_size)
     with pytest.raises(OSError, match="bytes, over the limit of 9"):
         regular(tmp_path / "large", 9)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_tree_that_cannot_be_copied_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    source, target = tmp_path / "model", tmp_path / "copy"
+    (source / "part").mkdir(parents=True)
+    (source / "part" / "weights").write_bytes(b"weights")
+    copy_tree(source, tmp_path / "whole")
+    assert (tmp_path / "whole" / "part" / "weights").read_bytes() == b"weights"
+
+    def refuse(_: str, copied: str) -> None:
+        raise OSError(code, os.strerror(code), copied)
+
+    monkeypatch.setattr("shutil.copy2", refuse)
+    message = rf"cannot (read or )?write \S*part/weights.*{os.strerror(code)}.*: "
+    with pytest.raises((WorkspaceError, TransientFileError), match=message):
+        copy_tree(source, target)
 
 
 @pytest.mark.parametrize(("code", "copied"), [(errno.EXDEV, True), (errno.EACCES, False)])

@@ -1,6 +1,8 @@
 """Export of a fine-tuned model: its gate and the files next to the model."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,12 @@ import torch
 
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import (
+    CheckpointError,
+    ConversionError,
+    TransientFileError,
+    WorkspaceError,
+)
 from megacore.finetune.export import compare_losses, export_best, load_exported
 from megacore.jobs.finetune import FinetuneExportJob
 from tests.finetune._tiny_task import TinyTask, config, run
@@ -160,6 +167,30 @@ def test_damaged_best_model_is_refused(best: Path, task: TinyTask, tmp_path: Pat
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="other content than when it was written"):
         export_best(job(path, tmp_path / "out"), task, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "kind"),
+    [
+        ("shutil.copy2", errno.ENOSPC, WorkspaceError),
+        ("transformers.AutoTokenizer.from_pretrained", errno.EIO, TransientFileError),
+    ],
+)
+def test_a_failing_disk_is_no_fault_of_the_model(
+    best: Path,
+    task: TinyTask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+    kind: type[Exception],
+) -> None:
+    def refuse(path: object, *arguments: object, **values: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(name, refuse)
+    with pytest.raises(kind, match=os.strerror(code)):
+        export_best(job(best, tmp_path), task, CPU)
 
 
 def test_rounding_of_16_bits_is_tolerated(best: Path, task: TinyTask) -> None:
