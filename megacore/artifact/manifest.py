@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from megacore.artifact.files import (
     TEMPORARY,
+    access_errors,
     canonical_json,
     read_json,
     reason_of,
@@ -163,9 +164,11 @@ def file_digest(path: Path, on_read: Callable[[int], None] | None = None) -> str
     """Return the hex SHA-256 digest of a file's content.
 
     `on_read` receives the number of bytes of each block; an error that it raises ends the reading.
+
+    Raises FileAccessError, or OSError for a file that is missing or may not be read.
     """
     digest = hashlib.sha256()
-    with open(regular(path), "rb") as file:
+    with access_errors(path), open(regular(path), "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             if on_read is not None:

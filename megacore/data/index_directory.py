@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import access_error, read_json, workspace_errors, write_json
 from megacore.data.index_options import (
     SPLIT_NAMES,
     IndexOptions,
@@ -218,13 +218,15 @@ def _check(description: IndexDescription) -> None:
 
 
 def load_map(path: Path) -> npt.NDArray[Any]:
-    """Open an index map as a memory map. Raises DataFormatError."""
+    """Open an index map as a memory map. Raises DataFormatError and FileAccessError."""
     try:
         with np.errstate(over="raise"):  # for a shape whose size exceeds 64 bits
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error
     except Exception as error:
+        if isinstance(error, OSError) and (fault := access_error(error, path)) is not None:
+            raise fault from error
         # NumPy parses the header as Python source, so any error may occur.
         reason = " ".join(str(error).split())
         raise DataFormatError(

@@ -9,8 +9,8 @@ import pytest
 
 from megacore.artifact import StageKey, build_artifact, manifest
 from megacore.artifact.build import remove_tree, seal
-from megacore.artifact.manifest import FirstRead, list_files, verified_record
-from megacore.errors import ArtifactError, FileAccessError
+from megacore.artifact.manifest import FirstRead, file_digest, list_files, verified_record
+from megacore.errors import ArtifactError, FileAccessError, TransientFileError
 
 
 @pytest.fixture
@@ -74,6 +74,11 @@ def test_a_failing_disk_is_no_reason_to_delete(
         reading.finish()
     assert f"{artifact}/a.bin (Input/output error): the disk" in str(error.value)
     assert "delete" not in str(error.value)
+
+
+def test_a_disk_that_fails_while_a_digest_is_computed_is_named() -> None:
+    with pytest.raises(TransientFileError, match="cannot read or write /proc/self/mem "):
+        file_digest(Path("/proc/self/mem"))  # the system refuses to read its first page
 
 
 def test_a_folder_that_cannot_be_written_has_no_record(

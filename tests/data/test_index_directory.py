@@ -1,6 +1,8 @@
 """Tests of the directory of index maps and its index.json."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from megacore.data.index_directory import (
     INDEX_NAME,
     IndexMaps,
+    load_map,
     map_path,
     member_directory,
     read_description,
@@ -17,7 +20,7 @@ from megacore.data.index_directory import (
     write_description,
 )
 from megacore.data.index_options import IndexOptions, Member, Mixture
-from megacore.errors import DataFormatError, WorkspaceError
+from megacore.errors import DataFormatError, TransientFileError, WorkspaceError
 
 OPTIONS = IndexOptions(split=None, seq_length=10, seed=1, packing="unpacked", add_extra_token=False)
 
@@ -105,3 +108,14 @@ def test_a_full_disk_raises_a_workspace_error(tmp_path: Path) -> None:
         WorkspaceError, match=r"cannot write .*a.npy: No space left on device: free some space"
     ):
         save_array(path, np.zeros(100_000, np.int32))
+
+
+def test_a_failing_disk_is_no_damage_of_a_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **values: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as read() raises it
+
+    monkeypatch.setattr("numpy.load", fail)
+    with pytest.raises(TransientFileError, match=f"cannot read or write {tmp_path}/map.npy "):
+        load_map(tmp_path / "map.npy")
