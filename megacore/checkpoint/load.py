@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import access_errors, regular
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, latest_complete, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
 from megacore.checkpoint.shard import Tensors, pieces_of
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, FileAccessError
 
 __all__ = [
     "latest_complete",
@@ -91,7 +91,7 @@ class CheckpointReader:
     def read_object(self, name: str, most: int) -> bytes:
         """Return the bytes of a saved object of at most `most` bytes.
 
-        Raises CheckpointError if it is missing or larger.
+        Raises CheckpointError if it is missing or larger, and FileAccessError.
         """
         place = self.place_of(name)
         if place.length > most:
@@ -99,7 +99,8 @@ class CheckpointReader:
                 f"{self.directory} holds {place.length:,} bytes as {name}, over the limit of "
                 f"{most:,}: use another checkpoint"
             )
-        with open(self.directory / place.relative_path, "rb") as file:
+        path = self.directory / place.relative_path
+        with access_errors(path), open(path, "rb") as file:
             file.seek(place.offset)
             return file.read(place.length)
 
@@ -109,10 +110,13 @@ class CheckpointReader:
         Values of another dtype are converted in small blocks. For each slice, torch parses the
         archive with `weights_only` and without the data; the data is then read directly from the
         file. `progress` is called after each slice, by one thread at a time. Raises CheckpointError
-        for a damaged or foreign file.
+        for a damaged or foreign file, and FileAccessError.
         """
         try:
-            self._fill(tensors, progress)
+            with access_errors(self.directory):
+                self._fill(tensors, progress)
+        except FileAccessError:
+            raise
         except Exception as error:
             # Drop torch's advice to execute the file.
             reason = " ".join(str(error).split()).partition(". ")[0][:300]

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import access_errors, regular
 from megacore.checkpoint.shard import TensorShard, pieces_of
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, FileAccessError
 
 PRIVATE_NAMES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": (
@@ -120,12 +120,14 @@ def read_metadata(path: Path, *, foreign: bool = False) -> Metadata:
     With `foreign`, it may be of another program: it may name objects in addition to tensors, and
     hold the plans of the ranks that wrote it, which are ignored.
 
-    Raises CheckpointError if it contains anything but the metadata of tensors.
+    Raises CheckpointError if it contains anything but the metadata of tensors, and FileAccessError.
     """
     try:
-        with open(regular(path), "rb") as file:
+        with access_errors(path), open(regular(path), "rb") as file:
             record = _RecordUnpickler(file, foreign=foreign).load()
         return _metadata(record, foreign=foreign)
+    except FileAccessError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
     except Exception as error:  # a damaged pickle can raise any exception

@@ -1,5 +1,6 @@
 """Tests that loading a checkpoint executes no code of a malicious pickle."""
 
+import errno
 import io
 import os
 import pickle
@@ -22,7 +23,7 @@ from megacore.checkpoint.format import FileRecord, Marker, latest_complete
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.metadata import SavedSlice, read_metadata
 from megacore.checkpoint.save import save_checkpoint
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, TransientFileError
 from tests.checkpoint._read import read_tensors
 
 
@@ -234,3 +235,15 @@ def test_file_names_in_the_marker_cannot_leave_the_checkpoint(checkpoint: Path, 
     (checkpoint / "complete.json").write_text(text.replace("state.json", name))
     with pytest.raises(CheckpointError, match="leaves the checkpoint's directory"):
         Marker.read(checkpoint)
+
+
+@pytest.mark.parametrize("call", ["builtins.open", "os.preadv"])
+def test_a_failing_disk_is_no_damage_of_a_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*arguments: object, **values: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as read() raises it
+
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(TransientFileError, match=f"cannot read or write {checkpoint}.*dmesg"):
+        load_checkpoint(checkpoint, {"model.w": torch.zeros(4, 3)})
