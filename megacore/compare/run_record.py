@@ -120,6 +120,7 @@ def read_run(directory: Path) -> RunRecord:
 
     Raises:
         DataFormatError: if run.json or events.jsonl is missing or damaged.
+        FileAccessError: if one of them cannot be read now.
     """
     path = directory / RUN_FILE
     try:

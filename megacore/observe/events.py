@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megacore.artifact.files import naming, workspace_errors
+from megacore.artifact.files import access_errors, naming, workspace_errors
 from megacore.errors import DataFormatError
 from megacore.redact import redact
 
@@ -83,7 +83,7 @@ class EventReader:
     """Iterator over pairs (event, offset of the next event), starting at a byte offset.
 
     It stops before a torn last line. It raises DataFormatError for a complete line that is not an
-    event.
+    event, and FileAccessError if the file cannot be read now.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -96,7 +96,7 @@ class EventReader:
         if not self._path.exists():
             return
         offset = self._offset
-        with open(self._path, "rb") as file:
+        with access_errors(self._path), open(self._path, "rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -74,6 +74,11 @@ def test_a_complete_line_without_an_event_is_refused(tmp_path: Path) -> None:
         list(EventReader(path))
 
 
+def test_events_on_a_failing_disk_are_named() -> None:
+    with pytest.raises(TransientFileError, match="cannot read or write /proc/self/mem "):
+        list(EventReader(Path("/proc/self/mem")))  # the system refuses to read its first page
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
 def test_a_line_that_a_file_server_did_not_take_may_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
