@@ -1,4 +1,5 @@
-/* Preloaded library that counts the system calls that write below a directory, and fails one.
+/* Preloaded library that counts the system calls that write below a directory, and fails one; or
+ * those that read.
  *
  * The file named by MEGACORE_FAULT_CONTROL is mapped into every process, so that the count runs
  * over all processes and threads. Its layout is `struct control`; tests/faults/sweep.py writes it.
@@ -22,7 +23,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OFF, COUNT, EIO_ONCE, ENOSPC_ONCE, FULL, DIES };
+enum { OFF, COUNT, EIO_ONCE, ENOSPC_ONCE, FULL, DIES, QUOTA_ONCE, READ_ONLY, COUNT_READS, READ_EIO };
 
 struct control {
     _Atomic int mode;
@@ -68,11 +69,14 @@ static int decide(const char *call, const char *path) {
     if (!length || (strncmp(path, control->root, length) && !same_root)) return 0;
     if (control->skip[0] && strstr(path + length - 1, control->skip)) return 0;
     int mode = control->mode;
+    int reads = !strcmp(call, "read") || !strcmp(call, "open to read");
+    if (reads != (mode >= COUNT_READS)) return 0;
     long number = control->count++;
     if (control->log[0]) log_call(call, path, number);
     int full = mode == FULL && number > control->target && strncmp(call, "unlink", 6) &&
                strcmp(call, "rmdir") && !strstr(call, "truncate");
-    if (mode == COUNT || (number != control->target && !full)) return 0;
+    full |= mode == READ_ONLY && number >= control->target;
+    if (mode == COUNT || mode == COUNT_READS || (number != control->target && !full)) return 0;
     if (!control->injected++) {
         snprintf(control->call, sizeof control->call, "%s", call);
         snprintf(control->path, sizeof control->path, "%s", path);
@@ -81,7 +85,8 @@ static int decide(const char *call, const char *path) {
         kill(0, SIGKILL);
         pause();
     }
-    return mode == EIO_ONCE ? EIO : ENOSPC;
+    if (mode == EIO_ONCE || mode == READ_EIO) return EIO;
+    return mode == QUOTA_ONCE ? EDQUOT : mode == READ_ONLY ? EROFS : ENOSPC;
 }
 
 static int decide_at(const char *call, int directory, const char *path) {
@@ -153,7 +158,8 @@ static int decide_memory(const char *call, void *address) {
         va_start(list, flags); \
         mode_t mode = va_arg(list, mode_t); \
         va_end(list); \
-        if ((flags & WRITES) && !(flags & O_PATH)) FAIL(decide_at("open", AT_FDCWD, path), -1); \
+        if (!(flags & O_PATH)) \
+            FAIL(decide_at(flags & WRITES ? "open" : "open to read", AT_FDCWD, path), -1); \
         return real(path, flags, mode); \
     }
 OPEN(open)
@@ -166,7 +172,8 @@ OPEN(open64)
         va_start(list, flags); \
         mode_t mode = va_arg(list, mode_t); \
         va_end(list); \
-        if ((flags & WRITES) && !(flags & O_PATH)) FAIL(decide_at("open", directory, path), -1); \
+        if (!(flags & O_PATH)) \
+            FAIL(decide_at(flags & WRITES ? "open" : "open to read", directory, path), -1); \
         return real(directory, path, flags, mode); \
     }
 OPENAT(openat)
@@ -265,7 +272,8 @@ char *mkdtemp(char *path) {
 #define FOPEN(name) \
     FILE *name(const char *path, const char *mode) { \
         REAL(name) \
-        if (strpbrk(mode, "wa+")) FAIL(decide_at("open", AT_FDCWD, path), NULL); \
+        const char *call = strpbrk(mode, "wa+") ? "open" : "open to read"; \
+        FAIL(decide_at(call, AT_FDCWD, path), NULL); \
         return real(path, mode); \
     }
 FOPEN(fopen)
@@ -275,4 +283,48 @@ size_t fwrite(const void *data, size_t size, size_t count, FILE *stream) {
     REAL(fwrite)
     FAIL(decide_fd("write", fileno(stream)), 0);
     return real(data, size, count, stream);
+}
+
+size_t fread(void *data, size_t size, size_t count, FILE *stream) {
+    REAL(fread)
+    FAIL(decide_fd("read", fileno(stream)), 0);
+    return real(data, size, count, stream);
+}
+
+CALL(ssize_t, read, (int fd, void *data, size_t size), decide_fd("read", fd), (fd, data, size))
+CALL(ssize_t, pread, (int fd, void *data, size_t size, off_t at), decide_fd("read", fd),
+     (fd, data, size, at))
+CALL(ssize_t, pread64, (int fd, void *data, size_t size, off64_t at), decide_fd("read", fd),
+     (fd, data, size, at))
+CALL(ssize_t, preadv, (int fd, const struct iovec *parts, int count, off_t at),
+     decide_fd("read", fd), (fd, parts, count, at))
+CALL(ssize_t, preadv64, (int fd, const struct iovec *parts, int count, off64_t at),
+     decide_fd("read", fd), (fd, parts, count, at))
+CALL(ssize_t, preadv2, (int fd, const struct iovec *parts, int count, off_t at, int flags),
+     decide_fd("read", fd), (fd, parts, count, at, flags))
+CALL(ssize_t, preadv64v2, (int fd, const struct iovec *parts, int count, off64_t at, int flags),
+     decide_fd("read", fd), (fd, parts, count, at, flags))
+CALL(ssize_t, readv, (int fd, const struct iovec *parts, int count), decide_fd("read", fd),
+     (fd, parts, count))
+
+/* Return the error with which closing a file that was open for writing fails, as over NFS. */
+static int decide_close(int descriptor) {
+    if (!control || control->mode == OFF) return 0;
+    int flags = fcntl(descriptor, F_GETFL);
+    if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY || (flags & O_PATH)) return 0;
+    return decide_fd("close", descriptor);
+}
+
+int close(int descriptor) {
+    REAL(close)
+    int failure = decide_close(descriptor), result = real(descriptor);
+    FAIL(failure, -1);
+    return result;
+}
+
+int fclose(FILE *stream) {
+    REAL(fclose)
+    int failure = decide_close(fileno(stream)), result = real(stream);
+    FAIL(failure, EOF);
+    return result;
 }

@@ -20,7 +20,7 @@ from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_
 from megacore.launch import supervise
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
-from tests.faults import _data, _training
+from tests.faults import _data, _sweep_tasks, _training
 from tests.faults.sweep import Stage
 from tests.tasks.events import EventLog
 from tests.train import _runs
@@ -352,4 +352,5 @@ STAGES = (
     Stage("publish", _prepare_publish, _publish, _published, _whole_publication, "mlflow.db"),
     Stage("publish-store", _prepare_publish, _publish, _published, _whole_publication),
     Stage("clean", _prepare_clean, _clean, _cleaned, _visible_clean),
+    *_sweep_tasks.STAGES,
 )

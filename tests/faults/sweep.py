@@ -40,32 +40,67 @@ from typing import Any
 
 LIBRARY_SOURCE = Path(__file__).with_name("_calls.c")
 CONTROL_VARIABLE = "MEGACORE_FAULT_CONTROL"
-OFF, COUNT = 0, 1
-MODES = {"eio": 2, "enospc": 3, "full": 4, "dies": 5}
-"""Failures of a call: once with EIO or ENOSPC, with ENOSPC like every later one, or by SIGKILL."""
-CONDITIONS = ("umask", "clock", "disk", "memory-2", "memory-8", "memory-32")
+OFF, COUNT, READ_ONLY, COUNT_READS = 0, 1, 7, 8
+MODES = {"eio": 2, "enospc": 3, "full": 4, "dies": 5, "quota": 6, "read": 9}
+"""Failures of a call: once with EIO or ENOSPC, with ENOSPC like every later one, by SIGKILL, or
+once with EDQUOT; `read` is EIO of a call that reads, which are counted separately."""
+CONDITIONS = (
+    "umask",
+    "clock",
+    "disk",
+    "memory-2",
+    "memory-8",
+    "memory-32",
+    "read-only",
+    "home",
+    "tmpdir",
+    "tmpdir-full",
+    "tmpdir-missing",
+    "no-tmpdir",
+)
 """States of the machine under which a stage runs: umask 077, a clock that jumps by days, another
-file system than the inputs' and TMPDIR's, and so many MiB of address space left."""
+file system than the inputs' and TMPDIR's, so many MiB of address space left, a workspace, HOME or
+TMPDIR that is read-only, a full TMPDIR, one that does not exist, and no usable directory at all."""
+DISTURBING = ("memory", "read-only", "home", "tmpdir", "no-tmpdir")
+"""Beginnings of the conditions that a stage may refuse in one sentence."""
+WITH_MLFLOW = r"(finetune-)?publish.*|zeroshot|lm-eval|compare"
 HARMLESS = (
     (
         r".*",
-        r"write|ftruncate",
-        r".*/\.[^/]+\.lock",
+        r"write|ftruncate|close",
+        r".*\.lock",
         "a lock holder's name, only shown",
     ),
     (r".*", r"mkdir", r".*", "the directory exists, or the next call in it fails"),
     (r".*", r"unlink|rmdir", r".*", "what stays is compared with the reference"),
     (
-        r"export.*|publish.*",
+        rf"(finetune-)?export.*|{WITH_MLFLOW}",
         r"write",
         r".*\.tmp-\d+/.*(tokenizer\.json|vocab\.json|merges\.txt)|/mlartifacts/.*",
         "shutil copies the file again without sendfile",
     ),
-    (r"publish.*", r"fsync", r"", "SQLite ignores it after a journal's start (unixSync)"),
-    (r"publish.*", r"write|fsync", r"/mlflow\.db(-journal)?", "rolled back and sent again"),
-    (r"publish.*", r".*", r".*/mlflow\.answers\.json.*", "the next run asks MLflow again"),
+    (
+        WITH_MLFLOW,
+        r"fsync",
+        r"",
+        "SQLite ignores it after a journal's start (unixSync)",
+    ),
+    (
+        WITH_MLFLOW,
+        r"write|fsync",
+        r"/mlflow\.db(-journal)?",
+        "rolled back and sent again",
+    ),
+    (
+        WITH_MLFLOW,
+        r".*",
+        r".*/mlflow\.answers\.json.*",
+        "the next run asks MLflow again",
+    ),
 )
 """Stages, calls, paths below the stage's directory, and why it may go on when such a call fails."""
+FILES = "files"
+"""Directory of `inputs`, and of `case`: `place`, where the stage writes, HOME and TMPDIR."""
 DEADLINE = 120.0
 """Seconds within which any run of a stage must end."""
 
@@ -151,7 +186,14 @@ def environment(directory: Path, library: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
+        "HOME": str(_make(directory / FILES / "case" / "home")),
+        "TMPDIR": str(_make(directory / FILES / "case" / "tmp")),
     }
+
+
+def _make(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 class Sweep:
@@ -166,7 +208,10 @@ class Sweep:
             self._memory = mmap.mmap(file.fileno(), ctypes.sizeof(Control))
         self.control = Control.from_buffer(self._memory)
         self.control.mode = OFF
+        self._files = directory / FILES
+        self._case = self._files / "case"
         self._calls: dict[str, list[str]] = {}
+        self._reads: dict[str, list[str]] = {}
         self._results: dict[str, Any] = {}
 
     def calls(self, name: str) -> list[str]:
@@ -178,7 +223,7 @@ class Sweep:
             place = self._place(inputs)
             log = self.directory / f"{name}.calls"
             log.touch()
-            self._arm(stage, place, COUNT, -1, log)
+            self._arm(stage, self._case, COUNT, -1, log)
             modules = self._value(_modules_of, stage, inputs, place)
             self._disarm()
             for module in modules:  # so that no fork has to import them
@@ -188,21 +233,45 @@ class Sweep:
             problems = self._value(stage.visible, inputs, place)
             assert not problems, problems
             self._results[name] = self._value(stage.result, inputs, place)
-            lines = log.read_text(encoding="utf-8").replace(str(place), "").splitlines()
-            self._calls[name] = [line.split(" ", 1)[1] for line in lines]
-            shutil.rmtree(place)
+            self._calls[name] = self._logged(log)
+            shutil.rmtree(self._case)
         return self._calls[name]
+
+    def reads(self, name: str) -> list[str]:
+        """Return the calls with which an undisturbed run of a stage reads its files."""
+        if name not in self._reads:
+            self.calls(name)
+            stage, inputs = self.stages[name], self._inputs(name)
+            place, log = self._place(inputs), self.directory / f"{name}.reads"
+            log.touch()
+            self._arm(stage, self._files, COUNT_READS, -1, log)
+            self._value(stage.run, inputs, place)
+            self._disarm()
+            self._reads[name] = self._logged(log)
+            shutil.rmtree(self._case)
+        return self._reads[name]
+
+    def _logged(self, log: Path) -> list[str]:
+        lines = self._shown(log.read_text(encoding="utf-8")).splitlines()
+        return [line.split(" ", 1)[1] for line in lines]
+
+    def _shown(self, text: str) -> str:
+        """Return a text with paths below the stage's directory, or that of the case."""
+        for directory in (self._case / "place", self._case, self._files):
+            text = text.replace(str(directory), "")
+        return text
 
     def run(self, case: Case) -> Case:
         """Run a case; its `faults` are empty if it passes."""
         self.calls(case.stage)
         stage, inputs = self.stages[case.stage], self._inputs(case.stage)
         place = self._place(inputs)
-        self._arm(stage, place, MODES[case.mode], case.number)
+        root = self._files if case.mode == "read" else self._case
+        self._arm(stage, root, MODES[case.mode], case.number)
         answer = self._fork(stage.run, inputs, place)
         self._disarm()
         case.call = self.control.call.decode()
-        case.path = self.control.path.decode().replace(str(place), "")
+        case.path = self._shown(self.control.path.decode())
         self._judge(case, answer, place)
         if "error" not in answer:
             self._compare(case, "after success", _state, place)
@@ -235,8 +304,9 @@ class Sweep:
         """Keep the output of a failed case, remove that of another."""
         if case.faults:
             shutil.move(place, self.directory / f"case-{case.name}")
-        else:
+        elif place.parent != self._case:
             shutil.rmtree(place)
+        shutil.rmtree(self._case)
 
     def run_under(self, name: str, condition: str) -> Case:
         """Run a stage under a condition, and again without it."""
@@ -251,13 +321,20 @@ class Sweep:
                 shutil.rmtree(disk)
                 case.outcome = "not reached"
                 return case
+        root = {"read-only": self._case, "home": self._case / "home"}.get(
+            condition, self._case / "tmp"
+        )
+        if condition in ("read-only", "home", "tmpdir"):
+            self._arm(stage, root, READ_ONLY, 0)
+        elif condition == "tmpdir-full":
+            self._arm(stage, root, MODES["full"], -1)
         answer = self._fork(_run_under, condition, stage, inputs, place)
+        self._disarm()
         case.outcome = answer.get("error", "done")
         case.message = answer.get("message", "")
-        # The allocators of Rust and C++ end the process.
-        refused = condition.startswith("memory") and (
-            answer.get("ours") or case.outcome == "Died" or "new thread" in case.message
-        )
+        refused = condition.startswith(DISTURBING) and bool(answer.get("ours"))
+        if condition.startswith("memory"):  # the allocators of Rust and C++ end the process
+            refused |= case.outcome == "Died" or "new thread" in case.message
         if "error" in answer and not refused:
             case.faults.append(f"{answer['error']}: {case.message}\n{answer.get('trace')}")
         if "error" not in answer:
@@ -270,7 +347,7 @@ class Sweep:
 
     def _judge(self, case: Case, answer: dict[str, Any], place: Path) -> None:
         """Classify the outcome of the disturbed run."""
-        case.message = answer.get("message", "").replace(str(place), "")
+        case.message = self._shown(answer.get("message", ""))
         if not self.control.injected:
             case.outcome = answer.get("error", "not reached")
             if "error" in answer:
@@ -283,7 +360,8 @@ class Sweep:
                 case.faults.append(f"the killed process went on: {answer}")
         elif "error" not in answer:
             case.outcome = "absorbed"
-            if not any(
+            # A reader may know another way; the result is compared.
+            if case.mode != "read" and not any(
                 all(map(re.fullmatch, patterns, (case.stage, case.call, case.path)))
                 for *patterns, _ in HARMLESS
             ):
@@ -299,10 +377,10 @@ class Sweep:
         ]
 
     def _arm(
-        self, stage: Stage, place: Path, mode: int, target: int, log: Path | None = None
+        self, stage: Stage, root: Path, mode: int, target: int, log: Path | None = None
     ) -> None:
         control = self.control
-        control.root, control.log = f"{place}/".encode(), str(log or "").encode()
+        control.root, control.log = f"{root}/".encode(), str(log or "").encode()
         control.skip, control.call, control.path = stage.skip.encode(), b"", b""
         control.injected, control.count, control.target = 0, 0, target
         control.mode = mode
@@ -311,10 +389,12 @@ class Sweep:
         self.control.mode = OFF
 
     def _inputs(self, name: str) -> Path:
-        return self.directory / "inputs" / name
+        return self._files / "inputs" / name
 
     def _place(self, inputs: Path) -> Path:
-        place = self.directory / "place"  # the same for all: some outputs contain it
+        _make(self._case / "home")
+        _make(self._case / "tmp")
+        place = self._case / "place"  # the same for all: some outputs contain it
         if (inputs / "start").is_dir():
             shutil.copytree(inputs / "start", place, symlinks=True)
         else:
@@ -393,6 +473,10 @@ def _run_under(condition: str, stage: Stage, inputs: Path, place: Path) -> None:
     elif condition == "clock":
         now, jumps = time.time, itertools.cycle((0.0, -86400.0, 400 * 86400.0))
         time.time = lambda: now() + next(jumps)
+    elif condition in ("tmpdir-missing", "no-tmpdir"):
+        tempfile.tempdir, os.environ["TMPDIR"] = None, str(place / "no" / "tmp")
+        if condition == "no-tmpdir":
+            tempfile._candidate_tempdir_list = lambda: [os.environ["TMPDIR"]]  # type: ignore[attr-defined]
     elif condition.startswith("memory"):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         left = int(condition.partition("-")[2]) << 20
@@ -448,10 +532,13 @@ def selected(sweep: Sweep, name: str, share: float, seed: int) -> Iterator[Case]
     for number in range(len(sweep.calls(name))):
         draw = random.Random(f"{seed}-{name}-{number}")
         if share >= 1:
-            rest = "full" if number % 2 else "enospc"
+            rest = ("enospc", "full", "quota")[number % 3]
             yield from (Case(name, number, mode) for mode in ("eio", rest, "dies"))
         elif draw.random() < share:
-            yield Case(name, number, draw.choice(list(MODES)))
+            yield Case(name, number, draw.choice([mode for mode in MODES if mode != "read"]))
+    for number in range(len(sweep.reads(name))):
+        if share >= 1 or random.Random(f"{seed}-{name}-read-{number}").random() < share:
+            yield Case(name, number, "read")
 
 
 def parse_case(text: str, names: Iterable[str]) -> Case | None:
@@ -533,18 +620,21 @@ def sweep_here(options: argparse.Namespace) -> int:
     for name in options.stage or sweep.stages:
         started = time.monotonic()
         draw = random.Random(f"{options.seed}-{name}")
-        ran = [
-            sweep.run_under(name, condition)
-            for condition in (CONDITIONS if options.conditions else (draw.choice(CONDITIONS[:3]),))
-        ]
-        ran += [sweep.run(case) for case in selected(sweep, name, options.share, options.seed)]
-        for case in ran:
+        conditions = CONDITIONS if options.conditions else (draw.choice(CONDITIONS[:3]),)
+        ran = []
+        for case in itertools.chain(
+            (sweep.run_under(name, condition) for condition in conditions),
+            map(sweep.run, selected(sweep, name, options.share, options.seed)),
+        ):
+            ran.append(case)
             if case.faults:
-                print(f"{case.name}: {case.call} {case.path}: {' / '.join(case.faults)}")
+                text = f"{case.name}: {case.call} {case.path}: {' / '.join(case.faults)}"
+                print(text, flush=True)
         counts = Counter(case.outcome for case in ran)
         print(
-            f"{name}: {len(sweep.calls(name))} calls, {len(ran)} cases, {dict(counts)}, "
-            f"{sum(bool(case.faults) for case in ran)} faults, {time.monotonic() - started:.0f} s",
+            f"{name}: {len(sweep.calls(name))} calls, {len(sweep.reads(name))} reads, "
+            f"{len(ran)} cases, {dict(counts)}, {sum(bool(case.faults) for case in ran)} faults, "
+            f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
         cases += ran

@@ -18,7 +18,7 @@ import pytest
 from tests.faults import sweep
 from tests.faults._processes import ROOT
 
-STAGES = ("collect", "tokenize", "index", "save-async", "import", "clean")
+STAGES = ("collect", "download", "tokenize", "index", "save-async", "import", "clean")
 """Stages whose runs take a tenth of a second; `make faults` runs all."""
 
 
@@ -90,12 +90,14 @@ def test_a_swallowed_and_an_early_error_are_faults(tmp_path: Path) -> None:
         text=True,
     )
     assert swept.returncode == 0, swept.stderr[-4000:]
-    *cases, early = json.loads(swept.stdout)
-    assert [case["call"] for case in cases] == ["open", "write", "open", "write", "fsync"]
+    *cases, early, _ = json.loads(swept.stdout)
+    calls = ["open", "write", "close", "open", "write", "close", "fsync"]
+    assert [case["call"] for case in cases] == calls
     assert {case["outcome"] for case in cases} == {"absorbed"}
     assert all("the failure was swallowed" in case["faults"] for case in cases)
     lost = [any("after success" in fault for fault in case["faults"]) for case in cases]
-    assert lost == [True, True, True, True, False]  # a failed sync changes no file
+    # Here neither a failed sync nor a failed close changes a file.
+    assert lost == [call in ("open", "write") for call in calls]
     assert early["outcome"] == "RuntimeError"
     assert early["faults"][0].startswith("RuntimeError before any call failed")
 
