@@ -1,4 +1,4 @@
-"""Failed system calls that write: a seeded tenth of the sweep of `make faults`.
+"""Failed system calls that write: a seeded part of the sweep of `make faults`.
 
 A failed case is repeated by its id: `python -m tests.faults.sweep --case save-17-eio`.
 """
@@ -18,7 +18,7 @@ import pytest
 from tests.faults import sweep
 from tests.faults._processes import ROOT
 
-STAGES = ("collect", "download", "tokenize", "index", "save-async", "import", "clean")
+STAGES = ("collect", "compare-files", "tokenize", "index", "save-async", "import", "clean")
 """Stages whose runs take a tenth of a second; `make faults` runs all."""
 
 
