@@ -419,9 +419,7 @@ def _disk_fault(error: BaseException | None) -> MegacoreError | None:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    from datasets.config import HF_DATASETS_CACHE
-
-    cache = Path(HF_DATASETS_CACHE)
+    cache = _cache()
     if error.errno in _REFUSALS or Path(str(error.filename)).is_relative_to(cache):
         try:
             with workspace_errors(cache, "set HF_HOME to a directory on another disk"):
@@ -431,6 +429,13 @@ def _disk_fault(error: BaseException | None) -> MegacoreError | None:
         except OSError:
             return None
     return access_error(error, cache)
+
+
+def _cache() -> Path:
+    """Return the directory in which datasets keeps its data, or one above it."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    names = ("HF_DATASETS_CACHE", "HF_HOME")
+    return Path(next(filter(None, map(os.environ.get, names)), default)).expanduser()
 
 
 def _out_of_memory(error: Exception) -> bool:

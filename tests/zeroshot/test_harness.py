@@ -288,11 +288,14 @@ def test_errors_of_lm_eval_are_one_sentence(
     ],
 )
 def test_a_disk_without_room_for_the_data_is_no_fault_of_the_task(
-    code: int, kind: type[Exception], remedy: str
+    code: int,
+    kind: type[Exception],
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from datasets.config import HF_DATASETS_CACHE
-
-    path = str(Path(HF_DATASETS_CACHE) / "json.lock")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    path = str(tmp_path / "datasets" / "json.lock")
     message = f"write {path}.*{os.strerror(code)}.*: {remedy}"
     with pytest.raises(kind, match=message), harness._typed_errors(["a"]):
         raise ValueError("no data set") from OSError(code, os.strerror(code), path)
