@@ -183,4 +183,6 @@ def test_its_kernels_equal_the_dense_mask_on_a_gpu(
     gradients = torch.autograd.grad(expected, exact, upstream)
     for one, again, other in zip(*results, [expected, *gradients], strict=True):
         assert torch.equal(one, again)
-        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+        # A gradient of few keys is a sum over all queries, whose terms are rounded to bf16.
+        largest = float(other.abs().max())
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2 * largest)
