@@ -1,5 +1,6 @@
 """Sizes of GPT-2 and Llama, and ways to train them, for `benchmarks.step` and `benchmarks.gpu`."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -8,6 +9,8 @@ from megacore.config.run import RunConfig
 from megacore.observe.flops import TransformerShape, step_flops
 
 LR, WEIGHT_DECAY, BETAS, CLIP = 3e-4, 0.1, (0.9, 0.95), 1.0
+STD = 0.02
+"""Standard deviation of the initial weights."""
 OUT_OF_MEMORY = 66
 """Exit status of a process whose GPU memory was exhausted."""
 
@@ -33,6 +36,15 @@ class Case:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.micro_batch_size * self.seq_length
+
+    @property
+    def first_loss(self) -> float:
+        """Expected loss of the initial weights, in nats.
+
+        The features of the last norm have variance 1, so the logits have variance h STD², and the
+        logarithm of the sum of their exponentials is ln(v) plus half of it.
+        """
+        return math.log(self.vocab_size) + self.hidden * STD**2 / 2
 
     @property
     def flops(self) -> int:

@@ -185,6 +185,14 @@ def serve_trainer(rank: Rank) -> None:
         ).train()
 
 
+def is_memory_exhausted(error: RuntimeError) -> bool:
+    """Return True for the errors of torch, CUDA, cuBLAS and Triton about a full GPU."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+
+
 def main(work_json: str) -> None:
     """Build the requested contestant, and serve."""
     work = Work.of_json(json.loads(work_json))
@@ -209,7 +217,10 @@ def main(work_json: str) -> None:
         else:
             rank.kernels = {"loop": "as Trainer's, accelerate is not installed"}
             serve(rank, transformers_step(work, device))
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_memory_exhausted(error):
+            raise
+        sys.stderr.write(f"{work.entrant.kind}: {str(error).splitlines()[0]}\n")
         os._exit(OUT_OF_MEMORY)
 
 

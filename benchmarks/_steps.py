@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._entrants import BETAS, CLIP, LR, WEIGHT_DECAY, Case, Work
+from benchmarks._entrants import BETAS, CLIP, LR, STD, WEIGHT_DECAY, Case, Work
 from benchmarks._nanogpt import NanoGpt
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf import gpt2, llama
@@ -57,9 +57,9 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
     if case.model == "llama":
         return _llama_weights(case)
     random = torch.Generator().manual_seed(2)
-    h, deep = case.hidden, 0.02 / math.sqrt(2 * case.layers)
+    h, deep = case.hidden, STD / math.sqrt(2 * case.layers)
 
-    def normal(*shape: int, std: float = 0.02) -> Tensor:
+    def normal(*shape: int, std: float = STD) -> Tensor:
         return torch.empty(shape).normal_(0.0, std, generator=random)
 
     weights = {
@@ -71,9 +71,9 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
         block = f"transformer.h.{layer}"
         norms += [f"{block}.ln_1", f"{block}.ln_2"]
         for name, size, std in (
-            ("attn.c_attn", (h, 3 * h), 0.02),
+            ("attn.c_attn", (h, 3 * h), STD),
             ("attn.c_proj", (h, h), deep),
-            ("mlp.c_fc", (h, 4 * h), 0.02),
+            ("mlp.c_fc", (h, 4 * h), STD),
             ("mlp.c_proj", (4 * h, h), deep),
         ):
             weights |= {
@@ -94,7 +94,7 @@ def _llama_weights(case: Case) -> dict[str, Tensor]:
     return {
         name: torch.ones(shape)
         if len(shape) == 1
-        else torch.empty(shape).normal_(0.0, 0.02, generator=random)
+        else torch.empty(shape).normal_(0.0, STD, generator=random)
         for name, shape in shapes.items()
     }
 

@@ -54,6 +54,11 @@ class Contestant:
 
     def ask(self, command: str) -> list[dict[str, Any]]:
         """Send a command to every process; return the first one's answer, a list by rank."""
+        self.send(command)
+        return self.answer()
+
+    def send(self, command: str) -> None:
+        """Send a command to every process, whose answer is read later."""
         for process in self.processes:
             assert process.stdin is not None
             try:
@@ -61,6 +66,9 @@ class Contestant:
                 process.stdin.flush()
             except BrokenPipeError:
                 break
+
+    def answer(self) -> list[dict[str, Any]]:
+        """Return the first process's answer to the command that was sent, a list by rank."""
         answers = self.processes[0].stdout
         assert answers is not None
         for line in answers:  # a library may print too

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks._entrants import CASES, ENTRANTS, Entrant, Work
 from benchmarks._nanogpt import NanoGpt
+from benchmarks._step_rank import is_memory_exhausted
 from benchmarks._steps import (
     batches,
     fsdp2_step,
@@ -61,6 +62,27 @@ def test_losses_agree_step_by_step(precision: str, bar: float) -> None:
     assert ours[1:] != [ours[0]] * (STEPS - 1)
     for kind in ("nanogpt", "transformers"):
         assert losses(kind, precision) == pytest.approx(ours, abs=bar), kind
+
+
+@pytest.mark.parametrize("hidden", [64, 1024])
+def test_the_first_loss_depends_on_the_width(hidden: int) -> None:
+    """A benchmark with a model as wide as 345M would otherwise refuse its own contestants."""
+    case = replace(CASES["smoke-fp32"], layers=1, hidden=hidden, micro_batch_size=8)
+    loss = float(nanogpt_step(Work(case, Entrant("nanogpt"), threads=1), CPU)())
+    assert loss == pytest.approx(case.first_loss, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_a_full_gpu_is_recognised(error: RuntimeError, expected: bool) -> None:
+    assert is_memory_exhausted(error) is expected
 
 
 def test_the_steps_change_the_weights() -> None:
