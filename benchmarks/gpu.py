@@ -1,7 +1,7 @@
 """Training of GPT-2 345M and a Llama of 1.1 B parameters on one CUDA device.
 
     python -m benchmarks.gpu [--results workspace/benchmarks/gpu.json] [--nanogpt CHECKOUT]
-        [--parts contest llama ...] [--micro-batches 8 16 32 64] [--contest-micro-batch 16]
+        [--parts contest llama ...] [--micro-batches 8 16 32 64] [--contest-micro-batch 8]
     python -m benchmarks.gpu --smoke
 
 contest     megacore, compiled nanoGPT, torch's FSDP2 and transformers' Trainer in turns, 345M
@@ -15,23 +15,27 @@ masks       attention of 8,192 tokens in documents of 1,024: spans, dense mask, 
 checkpoint  how long a save in the background stops a training, and a save that waits
 fp16        dynamic loss scaling
 
-The command takes at most 9 minutes. Each part's figures are written to the results as it ends: the
-same command, at the same commit and on the same device, measures only what is missing. It ends
-with one table of all figures. Except in turns, only one process at a time uses the device. MFU
-counts a model's FLOPs, without recomputation. `--smoke` runs everything with tiny models on the
-CPU, except CUDA graphs.
+The command takes at most 9 minutes. Each figure is written to the results when it is measured: the
+same command, at the same commit and on the same device, measures only what is missing. A part that
+fails, or takes more than 4 minutes, has its error in the log, and the others are measured. The
+command ends with one table of all figures. Except in turns, only one process at a time uses the
+device. MFU counts a model's FLOPs, without recomputation. `--smoke` runs everything with tiny
+models on the CPU, except CUDA graphs.
 """
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,7 +47,7 @@ from benchmarks._entrants import CASES, ENTRANTS, OUT_OF_MEMORY, Case, Work
 from benchmarks._entries import commit
 from benchmarks._turns import Contestant, compete, progress
 from benchmarks._verdict import Check, table, verdict
-from benchmarks.step import check_losses, matmul_rate, start
+from benchmarks.step import LOSS_BARS, first_losses, matmul_rate, start
 from megacore.artifact.files import read_record, write_json
 from megacore.engine.cuda_graph import WARM_UP
 from megacore.observe.flops import peak_by_name
@@ -62,8 +66,10 @@ STALL_GOAL = 0.05
 MASKS_GOALS = {"dense mask": 1.5, "plain causal": 1.0}
 """Least ratio of the speed of attention with spans to that of each."""
 MICRO_BATCHES = (8, 16, 32, 64)
-LIMIT, PART = 540.0, 60.0
-"""Seconds of a command, and those that must be left for a further part to begin."""
+LIMIT, PART, LONGEST = 540.0, 60.0, 240.0
+"""Seconds of a command, those that must be left for a further part to begin, and most of a part."""
+LARGE = 120e9
+"""Least bytes of a GPU on which contestants in turns have micro batches twice as large."""
 FP16_STEPS, FP16_LAST = 60, 10
 """Steps with loss scaling, and the number of last ones whose losses are averaged. The loss scale
 starts at 2**32, so the first steps overflow until it is low enough."""
@@ -71,6 +77,14 @@ starts at 2**32, so the first steps overflow until it is low enough."""
 
 class DeviceFullError(Exception):
     """A process ran out of device memory."""
+
+
+class PartTimeoutError(Exception):
+    """A part took too long."""
+
+
+class ProcessEndedError(Exception):
+    """A process ended without a result."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,8 @@ class Results:
     """Measured rate of matrix products, in TFLOP/s."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Each part as JSON, by its name."""
+    rows: dict[str, Any] = field(default_factory=dict)
+    """Each row of a contestant on its own as JSON, by its task."""
 
 
 class Bench:
@@ -134,8 +150,14 @@ class Bench:
         self.tiny = CASES["smoke-bf16" if options.smoke else "tiny-bf16"]
         self.micro_batches = [1, 2] if options.smoke else options.micro_batches
         self.steps, self.rounds = (2, 3) if options.smoke else (5, 8)
-        self.contest_batch = 2 if options.smoke else options.contest_micro_batch
+        self.contest_batch = (
+            2 if options.smoke else options.contest_micro_batch or _contest_micro_batch()
+        )
         self.nanogpt: str | None = options.nanogpt
+        self.rows: dict[str, Any] = {}
+        """Rows measured so far; parts share those of the same task."""
+        self.store: Callable[[], None] = lambda: None
+        """Function that writes the results."""
 
     def work(self, case: Case | None = None, name: str = OURS, **train: Any) -> Work:
         """Return the task of a measuring process."""
@@ -157,7 +179,7 @@ class Bench:
         try:
             yield contestant
         except SystemExit:
-            if contestant.processes[0].wait(timeout=30) == OUT_OF_MEMORY:
+            if _ended_full(contestant):
                 raise DeviceFullError from None
             raise
         finally:
@@ -165,13 +187,19 @@ class Bench:
 
     def measured(self, name: str, work: Work, *, warmup: int = 3) -> Row:
         """Return the line of a contestant on its own; without figures if it does not fit."""
-        try:
-            with self.running(work) as each:
-                each.run(warmup)
-                seconds = statistics.median(each.run(self.steps) for _ in range(3))
-                return Row.of(name, work.case, seconds, float(each.last[0]["memory_mb"]))
-        except DeviceFullError:
-            return Row(name, note="does not fit")
+        task = json.dumps(work.as_json())
+        if task not in self.rows:
+            try:
+                with self.running(work) as each:
+                    each.run(warmup)
+                    seconds = statistics.median(each.run(self.steps) for _ in range(3))
+                    row = Row.of(name, work.case, seconds, float(each.last[0]["memory_mb"]))
+            except DeviceFullError:
+                row = Row(name, note="does not fit")
+            self.rows[task] = asdict(row)
+            self.store()
+            progress(f"{name}: {row.milliseconds or math.nan:.2f} ms {row.note}")
+        return replace(Row(**self.rows[task]), name=name)
 
 
 def in_turns(bench: Bench, works: dict[str, Work], title: str, seconds: float) -> Part:
@@ -179,10 +207,17 @@ def in_turns(bench: Bench, works: dict[str, Work], title: str, seconds: float) -
     case = works[OURS].case
     contestants = [start(name, work) for name, work in works.items()]
     try:
-        check_losses(contestants, case)
+        difference, problem = first_losses(contestants, case)
+        progress(problem or f"{title}: all contestants compute the same")
         compete(contestants, bench.rounds, bench.steps, warmup=5, seconds=seconds)
         memory = [float(each.last[0]["memory_mb"]) for each in contestants]
         notes = [each.ask("kernels")[0]["kernels"].get("loop", "") for each in contestants]
+    except SystemExit:
+        if any(_ended_full(each) for each in contestants):
+            raise DeviceFullError(
+                "the contestants do not fit together: give a smaller --contest-micro-batch"
+            ) from None
+        raise
     finally:
         for each in contestants:
             each.end()
@@ -198,7 +233,10 @@ def in_turns(bench: Bench, works: dict[str, Work], title: str, seconds: float) -
         )
         for each, peak, note in zip(contestants, memory, notes, strict=True)
     ]
-    checks = [
+    same = difference if problem is None else math.nan
+    bar = LOSS_BARS[case.precision]
+    checks = [Check(f"{title}: first losses", same, bar, at_most=True, unit="nats")]
+    checks += [
         Check(f"{title}: megacore to {each.name}", ours.speedup_over(each), bench.goal(goal))
         for each in contestants[1:]
         for name, goal in GOALS.items()
@@ -218,7 +256,8 @@ def contest(bench: Bench) -> Part:
 
 def llama(bench: Bench) -> Part:
     """Compare the ways to train a Llama of 1.1 B parameters."""
-    works = {name: bench.work(bench.llama, name) for name in (OURS, FSDP2)}
+    case = replace(bench.llama, micro_batch_size=max(1, bench.contest_batch // 2))
+    works = {name: bench.work(case, name) for name in (OURS, FSDP2)}
     return in_turns(bench, works, "Llama 1.1 B", 50.0)
 
 
@@ -249,15 +288,13 @@ def sweep(bench: Bench) -> Part:
 
 def compilation(bench: Bench) -> Part:
     """Measure models with and without compiled layers."""
-    cases = {
-        "345M": replace(bench.case, micro_batch_size=bench.contest_batch),
-        "tiny": bench.tiny,
-    }
+    # The default compiles on a GPU, as measured in other parts.
+    compiled = {"compile": "on"} if bench.smoke else {}
     return Part(
         [
-            bench.measured(f"{name}, compile {value}", bench.work(case, compile=value))
-            for name, case in cases.items()
-            for value in ("off", "on")
+            bench.measured(f"{name}, compile {value}", bench.work(case, **train))
+            for name, case in (("345M", bench.case), ("tiny", bench.tiny))
+            for value, train in (("off", {"compile": "off"}), ("on", compiled))
         ]
     )
 
@@ -289,11 +326,15 @@ def graphs(bench: Bench) -> Part:
 
 def recompute(bench: Bench) -> Part:
     """Measure memory and time of each kind of recomputation."""
-    case = replace(bench.case, micro_batch_size=bench.contest_batch)
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},  # the default
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+    }
     return Part(
         [
-            bench.measured(f"345M, recompute {kind}", bench.work(case, recompute=kind))
-            for kind in ("none", "selective", "full")
+            bench.measured(f"345M, recompute {kind}", bench.work(**train))
+            for kind, train in kinds.items()
         ]
     )
 
@@ -306,10 +347,8 @@ def kernels(bench: Bench) -> Part:
         device=bench.device, precision=precision, rounds=rounds, steps=steps, threads=_threads()
     )
     rows = []
-    spawn = multiprocessing.get_context("spawn")
     for model in kernels_benchmark.MODELS:
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:  # the device is free afterwards
-            lines, _ = pool.submit(kernels_benchmark.compete, model, options).result()
+        lines, _ = _isolated(kernels_benchmark.compete, model, options)
         rows += [
             Row(f"kernel, {name}", float(with_it), ratio=float(ratio), note=implementation)
             for name, implementation, _, with_it, ratio in lines
@@ -320,9 +359,7 @@ def kernels(bench: Bench) -> Part:
 def masks(bench: Bench) -> Part:
     """Measure attention with documents as spans, with a dense mask, and without documents."""
     tokens = 512 if bench.smoke else 8192
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        figures, name = pool.submit(_attend, bench.device, tokens, bench.rounds).result()
+    figures, name = _isolated(_attend, bench.device, tokens, bench.rounds)
     spans = figures["spans"][0]
     rows = [
         Row(
@@ -339,6 +376,29 @@ def masks(bench: Bench) -> Part:
         for kind, goal in MASKS_GOALS.items()
     ]
     return Part(rows, checks)
+
+
+def _isolated(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a function's result from a process of its own, after which the device is free.
+
+    Raises ProcessEndedError if the process ends without one.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_send_result, args=(sender, function, *arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise ProcessEndedError(f"{function.__name__} ended: its error is above") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_result(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    sender.send(function(*arguments))
 
 
 def _attend(
@@ -416,7 +476,7 @@ def checkpoint(bench: Bench) -> Part:
 
 def fp16(bench: Bench) -> Part:
     """Check steps with dynamic loss scaling: it starts too high, decreases, and the loss falls."""
-    case = replace(bench.case, micro_batch_size=bench.contest_batch, precision="fp16")
+    case = replace(bench.case, precision="fp16")
     steps = 4 if bench.smoke else FP16_STEPS
     with bench.running(bench.work(case)) as ours:
         losses = ours.ask(f"losses {steps}")[0]["losses"]
@@ -469,20 +529,14 @@ def report(results: Results) -> str:
         "note",
     ]
     rows = [
-        [
-            row.name,
-            _cell(row.milliseconds, "{:,.2f}"),
-            _cell(row.tokens, "{:,.0f}"),
-            _cell(row.teraflops and peak and row.teraflops / peak, "{:.1%}"),
-            _cell(row.teraflops and row.teraflops / results.matmul, "{:.1%}"),
-            _cell(row.ratio, "{:.3f}"),
-            _cell(row.memory, "{:,.0f}"),
-            row.note,
-        ]
+        _cells(row, results.matmul, peak)
         for name in PARTS
         if name in results.parts
         for row in Part.of_json(results.parts[name]).rows
     ]
+    shown = {row[0] for row in rows}
+    unfinished = [Row(**row) for row in results.rows.values()]
+    rows += [_cells(row, results.matmul, peak) for row in unfinished if row.name not in shown]
     vendor = f", the vendor's peak {peak:,.0f}" if peak else ""
     return (
         f"{results.setting}; matrix products in bf16 {results.matmul:,.1f} TFLOP/s{vendor}.\n\n"
@@ -490,8 +544,36 @@ def report(results: Results) -> str:
     )
 
 
+def _cells(row: Row, matmul: float, peak: float | None) -> list[str]:
+    return [
+        row.name,
+        _cell(row.milliseconds, "{:,.2f}"),
+        _cell(row.tokens, "{:,.0f}"),
+        _cell(row.teraflops and peak and row.teraflops / peak, "{:.1%}"),
+        _cell(row.teraflops and row.teraflops / matmul, "{:.1%}"),
+        _cell(row.ratio, "{:.3f}"),
+        _cell(row.memory, "{:,.0f}"),
+        row.note,
+    ]
+
+
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def _ended_full(contestant: Contestant) -> bool:
+    """Return True if a contestant ended because its device memory was exhausted."""
+    try:
+        return contestant.processes[0].wait(timeout=5) == OUT_OF_MEMORY
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _contest_micro_batch() -> int:
+    """Return a micro batch of 345M of which all contestants fit into the device at once."""
+    import torch
+
+    return 8 if torch.cuda.get_device_properties(0).total_memory >= LARGE else 4
 
 
 def _threads() -> int:
@@ -524,16 +606,58 @@ def _setting(smoke: bool) -> str:
     )
 
 
-def run(bench: Bench, results: Results, names: Sequence[str], path: Path) -> list[str]:
-    """Run the parts without figures and store each one; return those that time did not allow."""
-    begin = time.monotonic()
-    left = [name for name in names if name not in results.parts]
-    while left and time.monotonic() - begin < LIMIT - PART:
-        name = left.pop(0)
-        progress(f"{name} after {time.monotonic() - begin:.0f} s")
-        results.parts[name] = asdict(PARTS[name](bench))
-        write_json(path, asdict(results))
-    return left
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise PartTimeoutError in the body after some seconds, also where it waits."""
+
+    def expire(*_: object) -> None:
+        raise PartTimeoutError(f"it was ended after {seconds:.3g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(
+    bench: Bench, results: Results, names: Sequence[str], path: Path, passed: float = 0.0
+) -> dict[str, str]:
+    """Run the parts without figures, and store each one's.
+
+    Args:
+        bench: device and options.
+        results: figures so far, which are extended.
+        names: parts by name.
+        path: file of the results.
+        passed: seconds of the command before.
+
+    Returns:
+        Why parts have no figures, by name.
+    """
+    begin = time.monotonic() - passed
+    bench.rows, bench.store = results.rows, lambda: write_json(path, asdict(results))
+    missing: dict[str, str] = {}
+    for name in names:
+        if name in results.parts:
+            continue
+        passed = time.monotonic() - begin
+        if passed >= LIMIT - PART:
+            missing[name] = "the time did not suffice"
+            continue
+        progress(f"{name} after {passed:.0f} s")
+        try:
+            with limited(min(LIMIT - passed, LONGEST)):
+                part = PARTS[name](bench)
+        except (Exception, SystemExit) as error:  # a contestant that ends raises SystemExit
+            traceback.print_exc()
+            missing[name] = str(error) or type(error).__name__
+            continue
+        results.parts[name] = asdict(part)
+        bench.store()
+    return missing
 
 
 def main() -> int:
@@ -543,24 +667,31 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, help="file of the figures so far")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=list(MICRO_BATCHES))
-    parser.add_argument("--contest-micro-batch", type=int, default=16)
+    parser.add_argument(
+        "--contest-micro-batch",
+        type=int,
+        help="of 345M in turns, and half of it of the Llama; default: 8 on a GPU of at least "
+        "120 GB, else 4",
+    )
     parser.add_argument("--nanogpt", metavar="CHECKOUT", help="also train nanoGPT's own model.py")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     options = parser.parse_args()
+    begin = time.monotonic()
     name = "gpu-smoke.json" if options.smoke else "gpu.json"
     path = options.results or Path("workspace", "benchmarks", name)
     path.parent.mkdir(parents=True, exist_ok=True)
+    setting = _setting(options.smoke)
     bench = Bench(options)
 
     def measured_matmul() -> float:
         # The fp32 of a smoke run is fast on any CPU.
         case = replace(bench.tiny, precision="fp32") if options.smoke else bench.tiny
-        with bench.running(bench.work(case)) as ours:
-            return matmul_rate(ours)
+        with limited(2 * PART), bench.running(bench.work(case, "nanoGPT"), "nanoGPT") as plain:
+            return matmul_rate(plain)
 
-    results = load(path, _setting(options.smoke), measured_matmul)
-    left = run(bench, results, options.parts, path)
+    results = load(path, setting, measured_matmul)
+    missing = run(bench, results, options.parts, path, time.monotonic() - begin)
     sys.stdout.write(report(results))
     checks = [
         check
@@ -568,9 +699,10 @@ def main() -> int:
         if part in results.parts
         for check in Part.of_json(results.parts[part]).checks
     ]
-    if left:
-        sys.stdout.write(f"\nNot measured in the time: {', '.join(left)}. Run the command again.\n")
-        checks += [Check(part, math.nan, 0.0, unit="") for part in left]
+    if missing:
+        sys.stdout.write("\nNot measured, run the command again:\n\n")
+        sys.stdout.writelines(f"- {name}: {reason}\n" for name, reason in missing.items())
+        checks += [Check(name, math.nan, 0.0, unit="") for name in missing]
     return verdict(f"gpu {'smoke' if options.smoke else bench.device}", checks)
 
 

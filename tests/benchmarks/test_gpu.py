@@ -1,17 +1,24 @@
 """Benchmark of one GPU: figures so far are kept, and only missing parts are measured."""
 
 import argparse
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from benchmarks import gpu
-from benchmarks._entrants import CASES, Work
+from benchmarks._entrants import CASES, OUT_OF_MEMORY, Work
+from benchmarks._turns import Contestant
 from benchmarks._verdict import Check
 
 SMOKE = argparse.Namespace(
-    smoke=True, micro_batches=[8], contest_micro_batch=16, nanogpt=None, parts=list(gpu.PARTS)
+    smoke=True, micro_batches=[8], contest_micro_batch=None, nanogpt=None, parts=list(gpu.PARTS)
 )
 
 
@@ -33,7 +40,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_part_is_measured_once_in_a_setting(tmp_path: Path, measured: list[str]) -> None:
     path, bench = tmp_path / "gpu.json", gpu.Bench(SMOKE)
     results = gpu.load(path, "one GPU", lambda: 2.0)
-    assert gpu.run(bench, results, ["llama", "fp16"], path) == []
+    assert gpu.run(bench, results, ["llama", "fp16"], path) == {}
     again = gpu.load(path, "one GPU", lambda: 3.0)
     assert again == results
     gpu.run(bench, again, ["llama", "sweep", "fp16"], path)
@@ -47,10 +54,10 @@ def test_parts_for_which_time_is_short_are_left(
     clock = iter(range(0, 10_000, 100))
     monkeypatch.setattr(gpu.time, "monotonic", lambda: float(next(clock)))
     path = tmp_path / "gpu.json"
-    left = gpu.run(gpu.Bench(SMOKE), gpu.Results("one GPU", 1.0), list(gpu.PARTS), path)
+    missing = gpu.run(gpu.Bench(SMOKE), gpu.Results("one GPU", 1.0), list(gpu.PARTS), path)
     assert measured
-    assert left == list(gpu.PARTS)[len(measured) :]
-    assert left
+    assert list(missing) == list(gpu.PARTS)[len(measured) :]
+    assert set(missing.values()) == {"the time did not suffice"}
     assert list(gpu.load(path, "one GPU", lambda: 0.0).parts) == sorted(measured)
 
 
@@ -93,3 +100,121 @@ def test_cuda_graphs_are_measured_where_there_is_a_gpu(monkeypatch: pytest.Monke
     assert graphs == [False, True] * 3
     assert [row.ratio for row in part.rows] == [None, 1.5] * 3
     assert [check.value for check in part.checks] == [1.5] * 3
+
+
+def test_a_part_that_fails_or_waits_too_long_loses_only_its_own_figures(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: gpu.Bench) -> gpu.Part:
+        raise SystemExit("contestant 'megacore' ended: its error is above")
+
+    def waits(_: gpu.Bench) -> gpu.Part:
+        reader, _ = os.pipe()
+        os.read(reader, 1)
+        raise AssertionError("nothing was written")
+
+    monkeypatch.setitem(gpu.PARTS, "contest", fails)
+    monkeypatch.setitem(gpu.PARTS, "llama", waits)
+    monkeypatch.setattr(gpu, "LONGEST", 0.5)
+    path = tmp_path / "gpu.json"
+    results = gpu.Results("one GPU", 1.0)
+    missing = gpu.run(gpu.Bench(SMOKE), results, ["contest", "llama", "sweep"], path)
+    assert missing == {
+        "contest": "contestant 'megacore' ended: its error is above",
+        "llama": "it was ended after 0.5 s",
+    }
+    assert measured == ["sweep"]
+    assert list(gpu.load(path, "one GPU", lambda: 0.0).parts) == ["sweep"]
+
+
+class Scripted(Contestant):
+    """A contestant whose steps take 2 s and whose losses are given."""
+
+    started: ClassVar[list[str]] = []
+    losses: ClassVar[dict[str, list[float]]] = {}
+
+    def send(self, command: str) -> None:
+        self.command = command.split()[0]
+
+    def answer(self) -> list[dict[str, Any]]:
+        first = CASES["smoke-bf16"].first_loss
+        self.last = [
+            {
+                "seconds": 2.0,
+                "memory_mb": 5.0,
+                "kernels": {},
+                "losses": self.losses.get(self.name, [first, 6.0, 5.9]),
+            }
+        ]
+        return self.last
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
+    """Start scripted contestants, whose names are noted, instead of processes."""
+    monkeypatch.setattr(Scripted, "started", [])
+    monkeypatch.setattr(Scripted, "losses", {})
+
+    def start(name: str, _: Work) -> Contestant:
+        Scripted.started.append(name)
+        return Scripted(name, [])
+
+    monkeypatch.setattr(gpu, "start", start)
+    return Scripted
+
+
+def test_other_losses_are_a_missed_goal_beside_the_figures(scripted: type[Scripted]) -> None:
+    assert [check.met for check in gpu.contest(gpu.Bench(SMOKE)).checks] == [True] * 4
+    for others in ([6.3, 6.0, 5.8], [9.0, 6.0, 5.9], [float("nan")] * 3):
+        scripted.losses = {gpu.FSDP2: others}
+        part = gpu.contest(gpu.Bench(SMOKE))
+        assert [row.milliseconds for row in part.rows] == [2000.0] * 4
+        assert [check.met for check in part.checks] == [False, True, True, True]
+
+
+def test_a_task_is_measured_once_for_all_parts_and_kept_if_its_part_fails(
+    tmp_path: Path, scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(bench: gpu.Bench) -> gpu.Part:
+        bench.measured("345M, micro batch 2", bench.work())
+        raise gpu.ProcessEndedError("it ended")
+
+    monkeypatch.setitem(gpu.PARTS, "sweep", fails)
+    path, results = tmp_path / "gpu.json", gpu.Results("one GPU", 1.0)
+    assert gpu.run(gpu.Bench(SMOKE), results, ["sweep"], path) == {"sweep": "it ended"}
+    assert len(scripted.started) == 1
+    again = gpu.load(path, "one GPU", lambda: 0.0)
+    assert "| 345M, micro batch 2 | 2,000.00 |" in gpu.report(again)
+    assert gpu.run(gpu.Bench(SMOKE), again, ["recompute"], path) == {}
+    assert len(scripted.started) == 3  # only selective and full
+    assert "| 345M, recompute none | 2,000.00 |" in gpu.report(again)
+
+
+def test_contestants_that_do_not_fit_together_are_reported_as_such(
+    scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str, _: Work) -> Contestant:
+        command = [sys.executable, "-c", f"raise SystemExit({OUT_OF_MEMORY})"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return Contestant(name, [subprocess.Popen(command, **pipes)])
+
+    monkeypatch.setattr(gpu, "start", full)
+    with pytest.raises(gpu.DeviceFullError, match="smaller --contest-micro-batch"):
+        gpu.llama(gpu.Bench(SMOKE))
+    assert gpu.Bench(SMOKE).measured("345M", gpu.Bench(SMOKE).work()).note == "does not fit"
+
+
+@pytest.mark.parametrize(("gigabytes", "expected"), [(150, 8), (85, 4)])
+def test_contestants_in_turns_have_micro_batches_that_fit_together(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, expected: int
+) -> None:
+    properties = SimpleNamespace(total_memory=gigabytes * 1e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    options = argparse.Namespace(**(vars(SMOKE) | {"smoke": False}))
+    assert gpu.Bench(options).contest_batch == expected
+
+
+def test_the_result_of_a_process_of_its_own_is_returned() -> None:
+    assert gpu._isolated(os.path.join, "a", "b") == "a/b"
+    with pytest.raises(gpu.ProcessEndedError, match="_exit ended"):
+        gpu._isolated(os._exit, 1)
