@@ -26,11 +26,11 @@ PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv test test-slow test-all soak faults bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
+.PHONY: help venv test test-slow test-all soak faults bench gpu pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
-	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test, test-slow, test-all and bench. PYTHON= names the interpreter of .venv."
+	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test, test-slow, test-all, bench and gpu. PYTHON= names the interpreter of .venv."
 
 # `make venv TORCH='torch==2.10.*'` installs again if .venv was made with another TORCH.
 ifneq ($(TORCH),)
@@ -62,6 +62,13 @@ faults: $(STAMP)  ## Fail every system call that writes, one at a time (about an
 
 bench: $(STAMP)  ## Run the benchmarks and write docs/benchmarks.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
 	$(PY) -m benchmarks $(BENCH) $(ARGS)
+
+# A test that fails, or waits for the GPU, does not keep the benchmark from its time.
+gpu: $(STAMP)  ## Run the tests that need a GPU (2 minutes), then the benchmark of one GPU (9 minutes, continued by the same command)
+	@status=0; \
+	timeout 180 $(PY) -m pytest --numprocesses 4 -k on_a_gpu $$(grep -rl --include='*.py' 'reason="needs a GPU"' tests) || status=$$?; \
+	$(PY) -m benchmarks.gpu $(ARGS) || status=$$?; \
+	exit $$status
 
 pretrain: $(STAMP)  ## Train a model from text and put it into MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
 	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)

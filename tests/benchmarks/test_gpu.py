@@ -218,3 +218,22 @@ def test_the_result_of_a_process_of_its_own_is_returned() -> None:
     assert gpu._isolated(os.path.join, "a", "b") == "a/b"
     with pytest.raises(gpu.ProcessEndedError, match="_exit ended"):
         gpu._isolated(os._exit, 1)
+
+
+@pytest.mark.parametrize("fails", ["pytest", "benchmarks.gpu"])
+def test_make_runs_the_tests_that_need_a_gpu_and_then_the_benchmark(
+    tmp_path: Path, fails: str
+) -> None:
+    """Failed tests do not keep the benchmark from running, and their status is that of make."""
+    python, root = tmp_path / "bin" / "python", Path(__file__).parents[2]
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@"\n[ "$2" != {fails} ]\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "-C", str(root), "gpu", f"VENV={tmp_path}", "ARGS=--parts sweep"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    tests, benchmark = (line for line in done.stdout.splitlines() if line.startswith("-m"))
+    assert "tests/kernels/test_flex.py" in tests
+    assert all((root / word).exists() for word in tests.split() if word.endswith(".py"))
+    assert benchmark == "-m benchmarks.gpu --parts sweep"
