@@ -153,6 +153,25 @@ def test_missing_headers_are_refused_by_name(
     assert not operator_is_built("async_io")
 
 
+def test_a_missing_toolkit_is_named_on_a_gpu(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(
+        LaunchError,
+        match=r"async_io cannot be compiled: the CUDA toolkit is missing: install that of CUDA "
+        r"13\.0 and set CUDA_HOME to it, or offload to cpu$",
+    ):
+        deepspeed_ops.build_operator("async_io")
+
+
 LOADED = """
 import os
 from megacore.config.run import RunConfig

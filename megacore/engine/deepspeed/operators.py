@@ -140,6 +140,7 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
             else "unsupported here"
         )
         raise LaunchError(f"{_cannot(name)}: {missing}{_otherwise(name)}")
+    _require_toolkit(name)
     with _environment(TORCH_EXTENSIONS_DIR=str(directory)):
         try:
             for builder in builders:
@@ -159,6 +160,18 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
         if path.is_file() and path.suffix != ".so":
             path.unlink()
     return {"libraries": [builder.name for builder in builders]}
+
+
+def _require_toolkit(name: Operator) -> None:
+    """Raise LaunchError if an operator for GPUs has no CUDA toolkit, whose headers it includes."""
+    import torch
+    from torch.utils import cpp_extension
+
+    if name == "async_io" and torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:
+        raise LaunchError(
+            f"{_cannot(name)}: the CUDA toolkit is missing: install that of CUDA "
+            f"{torch.version.cuda} and set CUDA_HOME to it{_otherwise(name)}"
+        )
 
 
 def _load(name: Operator) -> None:
