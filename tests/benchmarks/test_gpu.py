@@ -48,6 +48,17 @@ def test_a_part_is_measured_once_in_a_setting(tmp_path: Path, measured: list[str
     assert gpu.load(path, "another GPU", lambda: 3.0) == gpu.Results("another GPU", 3.0)
 
 
+def test_a_rate_that_was_not_measured_is_measured_again(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    results = gpu.load(path, "one GPU", lambda: float("nan"))
+    gpu.run(gpu.Bench(SMOKE), results, ["llama"], path)
+    assert "| nan% |" in gpu.report(results)
+    again = gpu.load(path, "one GPU", lambda: 2.0)
+    assert (again.matmul, list(again.parts)) == (2.0, ["llama"])
+
+
 def test_parts_for_which_time_is_short_are_left(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
