@@ -18,6 +18,7 @@ from typing import Any
 
 from megacore.artifact import lock
 from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader
 from megacore.observe.logging import perplexity
@@ -35,7 +36,6 @@ from tasks._mlflow import STORE_ERRORS, RunFacts, RunStatus, Tracking, end_run, 
 OFFSET_FILE = "mlflow_offset.json"
 """Name of the file in the run directory with the MLflow run id, the committed offset in
 events.jsonl, in bytes, and the version of the metrics' names."""
-EVENTS_FILE = "events.jsonl"
 SENTENCE_LOSSES = ("sop_loss", "nsp_loss")
 """Losses of BERT's binary head; a run has at most one of them."""
 

@@ -47,7 +47,7 @@ STORE_ERRORS = (TrackingError, WorkspaceError, FileAccessError)
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 Answer = TypeVar("Answer")
 
-RUN_FILE = "mlflow.json"
+RUN_ID_FILE = "mlflow.json"
 """Name of the file in the run directory with the id of its MLflow run."""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlflow", "megacore")
 """Packages whose versions a run records, in addition to Python's."""
@@ -398,7 +398,7 @@ def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, fact
     crash between creating the run and writing its id, the tag identifies the run. A run that the
     store no longer has is replaced by a new one. Raises TrackingError.
     """
-    path = run_directory / RUN_FILE
+    path = run_directory / RUN_ID_FILE
     with lock(path), tracking.errors("open the run"):
         state = _read_state(path)
         run = _recorded_run(tracking, state)
@@ -423,7 +423,7 @@ def recorded_run_id(run_directory: Path) -> str | None:
 
     Raises TrackingError.
     """
-    return _read_state(run_directory / RUN_FILE)["run_id"]
+    return _read_state(run_directory / RUN_ID_FILE)["run_id"]
 
 
 def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> None:

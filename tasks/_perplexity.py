@@ -13,6 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.observe.events import EventReader
 
 KEY = "perplexity"
@@ -56,7 +57,7 @@ class PerplexityTable:
         self._run = run_directory.name
         self._rows: dict[int, Measured] = {}
         self._artifact: Any = None
-        events = run_directory / "events.jsonl"
+        events = run_directory / EVENTS_FILE
         if events.exists():
             for event, _ in EventReader(events):
                 if event["kind"] == "perplexity":

@@ -23,6 +23,7 @@ import yaml
 
 from megacore.artifact.files import canonical_json, read_object
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
+from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.errors import ConversionError
 from megacore.observe.logging import PPL_TOLERANCE
 from tasks._aliases import Measurement, move_aliases
@@ -39,7 +40,7 @@ DIGEST_TAG = "export_digest"
 CONTENT_TAG = "model_digest"
 """Tag with the digest of a version's files, which with its run identifies the version."""
 MODEL_TAG = "logged_model_id"
-REPORT_FILES = ("parity.json", "sample.txt")
+REPORT_FILES = (PARITY_FILE, SAMPLE_FILE)
 """Files of an export, in addition to `model/`, that become artifacts of the run."""
 REPORT_FOLDER = "report"
 """Folder of a run's report among its artifacts."""

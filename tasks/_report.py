@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from megacore.artifact import Artifact
 from megacore.artifact.files import replace_file, workspace_errors
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.config import RunConfig
 from megacore.observe.logging import MFU_NAMES
 from megacore.redact import redact, redact_values
@@ -82,7 +83,7 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
         DataFormatError: events.jsonl is damaged.
         WorkspaceError: `path` cannot be written.
     """
-    history = RunHistory(run_directory / "events.jsonl")
+    history = RunHistory(run_directory / EVENTS_FILE)
     last = history.attempts[-1] if history.attempts else None
     test_ppl = {row["iteration"]: row["test_ppl"] for row in _evaluated(facts)}
     history.by_position |= _by_position(facts, "valid")

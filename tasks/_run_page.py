@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.redact import page_address, redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
 from tasks._checkpoint_models import STATE_TAG
-from tasks._forward import ATTEMPTS, EVENTS_FILE
+from tasks._forward import ATTEMPTS
 from tasks._mlflow import RunFacts, Tracking, page_url
 from tasks._run_history import RunHistory, end_of
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.files import read_json, write_json
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.config.train import WandbConfig
 from megacore.errors import TrackingError
 from megacore.observe.events import EventReader
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
-from tasks._forward import BY_TOKENS, CURVES, EVENTS_FILE, points_of
+from tasks._forward import BY_TOKENS, CURVES, points_of
 
 if TYPE_CHECKING:
     from wandb import Run

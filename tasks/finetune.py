@@ -13,6 +13,7 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.artifact.workspace import EVENTS_FILE, RESULT_FILE
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
@@ -31,16 +32,13 @@ from tasks._cache import (
 )
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._forward import EVENTS_FILE, Forwarder
+from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._live_run import live_run
 from tasks._mlflow import Dataset, RunFacts, Tracking
 from tasks._parent import parent_of
 from tasks._retry import counted_failures, retry_condition
 
-RESULT_FILE = "result.json"
-"""Name of the file in the run directory that the ranks write last: metrics before and after, and
-the best model."""
 SEALED = "best/**/*"
 """Pattern of the files in the manifest: those of the best model. Checkpoints serve only to
 resume."""

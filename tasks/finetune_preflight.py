@@ -11,6 +11,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import JSON_BYTES, parse_json, read_object
+from megacore.artifact.workspace import RUN_FILE
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
@@ -263,7 +264,7 @@ def _commands(config: FinetuneConfig, artifacts: Mapping[str, Artifact]) -> list
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",
-        *dry_run_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json"),
+        *dry_run_commands(config.launch, "megacore.ranks.finetune", job, directory / RUN_FILE),
     ]
 
 

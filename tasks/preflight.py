@@ -8,6 +8,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact.workspace import RUN_FILE
 from megacore.cluster.executors import check_executor
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher, dry_run_commands
@@ -347,7 +348,7 @@ def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> lis
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",
-        *dry_run_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json"),
+        *dry_run_commands(config.launch, "megacore.ranks.pretrain", job, directory / RUN_FILE),
     ]
 
 

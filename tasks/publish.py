@@ -11,6 +11,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import replace_file, workspace_errors
+from megacore.artifact.workspace import EVENTS_FILE, SAMPLE_FILE
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
@@ -156,7 +157,7 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
     tokens, contamination = inputs.tokens, inputs.contamination
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
     pictures = [
-        *plot_run(trained.directory / "events.jsonl", scratch, config.name),
+        *plot_run(trained.directory / EVENTS_FILE, scratch, config.name),
         *_length_pictures(tokens, scratch),
     ]
     facts = _report_facts(config, run_id, inputs)
@@ -274,7 +275,7 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
 
 def read_sample(export: Artifact) -> str:
     """Read the text that the exported model wrote."""
-    return (export.directory / "sample.txt").read_text(encoding="utf-8")
+    return (export.directory / SAMPLE_FILE).read_text(encoding="utf-8")
 
 
 def outcome(

@@ -13,7 +13,7 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, depth_of, file_digest
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, EVENTS_FILE, RUN_FILE
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -236,7 +236,7 @@ def _run(
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     facts = run_facts(config, directory.name, tokens, index)
     forwarder = Forwarder(tracking, directory, config, facts)
-    events = directory / "events.jsonl"
+    events = directory / EVENTS_FILE
     live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
@@ -274,7 +274,7 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path) -> None:
     The run then differs from one that had the new length from the start.
     """
     try:
-        previous = TrainJob.read(directory / "run.json")
+        previous = TrainJob.read(directory / RUN_FILE)
     except ConfigError:
         return
     old, new = (

@@ -1,4 +1,4 @@
-"""The workspace: the directory with all artifacts, and names within a run's directory.
+"""The workspace: the directory with all artifacts, and the names of files in its artifacts.
 
 This module does not import torch.
 """
@@ -45,10 +45,22 @@ FOLDERS = {
 _COMPILED, _MLFLOW, _PREFECT = _OTHER_FOLDERS = ("compiled", "mlartifacts", "prefect")
 DOWNLOADS = ".downloads"
 """Subfolder with downloaded files, complete and partial."""
+RUN_FILE = "run.json"
+"""File in a run's directory with the job of its ranks."""
+EVENTS_FILE = "events.jsonl"
+"""File in a run's directory with its events."""
+RESULT_FILE = "result.json"
+"""File in a fine-tuning's directory that its ranks write last: the metrics and the best model."""
 CHECKPOINTS_NAME = "checkpoints"
 """Folder of the checkpoints in a run's directory."""
+BEST_NAME = "best"
+"""Folder of the best models in a fine-tuning's directory."""
 STOP_FILE = "stop"
 """File in a run's directory that asks the training to save and end."""
+PARITY_FILE = "parity.json"
+"""File in an export's directory with the report of its gate."""
+SAMPLE_FILE = "sample.txt"
+"""File in an export's directory with a text that the model wrote."""
 WEIGHTS_PREFIX = "model."
 """Prefix of the names of the weights in a checkpoint."""
 CONFIG_KEY = "config"

@@ -72,8 +72,8 @@ def stop(
     """
     from rich.console import Console
 
-    from megacore.artifact.workspace import STOP_FILE
-    from megacore.observe.runs import RUN_FILE, find_run, is_training
+    from megacore.artifact.workspace import RUN_FILE, STOP_FILE
+    from megacore.observe.runs import find_run, is_training
 
     is_directory = (Path(run) / RUN_FILE).is_file()
     directory = (

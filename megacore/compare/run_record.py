@@ -10,13 +10,12 @@ from pydantic import ValidationError
 
 from megacore.artifact.files import read_json, reason_of
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
-from megacore.artifact.workspace import FOLDERS, workspace_root
+from megacore.artifact.workspace import EVENTS_FILE, FOLDERS, RUN_FILE, workspace_root
 from megacore.checkpoint.format import MARKER_NAME
 from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
-from megacore.observe.runs import EVENTS_FILE, RUN_FILE
 
 _NAMED = 8
 _TRAINED = ("train", "finetune")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import megacore
 from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.checkpoint.format import reading, verify
 from megacore.convert.counterparts import exportable
 from megacore.convert.hf.forms import hf_form_of
@@ -50,8 +51,6 @@ _CANDIDATES = 5
 _SENTINEL = "<extra_id_0>"
 MODEL_DIRECTORY = "model"
 """Name of the transformers directory in the stage's output."""
-REPORT_NAME = "parity.json"
-SAMPLE_NAME = "sample.txt"
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     with workspace_errors(output):
         (directory / "README.md").write_text(card, encoding="utf-8")
     write_sample(
-        output / SAMPLE_NAME,
+        output / SAMPLE_FILE,
         job.config.family,
         exported.to("cpu"),
         load_exported_tokenizer(directory),
@@ -200,10 +199,10 @@ def _write_report(job: ConvertJob, report: ParityReport) -> None:
     Raises:
         ConversionError: if the gate failed.
     """
-    write_json(Path(job.output_directory) / REPORT_NAME, report.to_json())
+    write_json(Path(job.output_directory) / PARITY_FILE, report.to_json())
     if report.passed:
         return
-    target = Path(job.exit_directory) / REPORT_NAME
+    target = Path(job.exit_directory) / PARITY_FILE
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_json(target, report.to_json())

@@ -15,12 +15,12 @@ from torch import Tensor
 import megacore
 from megacore.artifact.files import check_output, staged, write_json
 from megacore.artifact.manifest import file_digest
+from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.format import directory_name
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import DeferredTensor
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
-from megacore.convert.source import PREFIX
 from megacore.convert.tokenizers import adopt_tokenizer, with_begin, with_special_tokens
 from megacore.errors import ConfigError, ConversionError
 from megacore.models.build import build_bare
@@ -192,7 +192,9 @@ def import_model(
         spec = _with_tokenizer(
             foreign.spec, tokenizer or source, staging, output, required=tokenizer is not None
         )
-        tensors = {PREFIX + name: tensor for name, tensor in _deferred(spec, foreign.tensors)}
+        tensors = {
+            WEIGHTS_PREFIX + name: tensor for name, tensor in _deferred(spec, foreign.tensors)
+        }
         state: dict[str, Any] = {MODEL_KEY: spec.model_dump(mode="json")}
         for kind, moments in foreign.moments.items():
             tensors |= {

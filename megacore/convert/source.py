@@ -6,15 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.load import CheckpointReader
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConversionError
 from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
-
-PREFIX = "model."
-"""Prefix of the fp32 main weights' names in a checkpoint."""
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -31,11 +29,13 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self._reader = CheckpointReader(checkpoint)
         self._entries = self._reader.tensors
         self.names = [
-            name.removeprefix(PREFIX) for name in self._entries if name.startswith(PREFIX)
+            name.removeprefix(WEIGHTS_PREFIX)
+            for name in self._entries
+            if name.startswith(WEIGHTS_PREFIX)
         ]
 
     def __getitem__(self, name: str) -> Tensor:
-        full = PREFIX + name
+        full = WEIGHTS_PREFIX + name
         if full not in self._entries:
             raise KeyError(name)
         target = torch.empty(self._entries[full].size, dtype=torch.float32)

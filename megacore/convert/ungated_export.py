@@ -11,6 +11,7 @@ from typing import Any
 import megacore
 from megacore.artifact.files import read_json, staged, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
+from megacore.artifact.workspace import RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
@@ -194,7 +195,7 @@ def _lacking(source: Source) -> dict[str, str]:
 def _run_facts(checkpoint: Path) -> dict[str, str]:
     """Return name and token files of the checkpoint's run; empty if it belongs to none."""
     try:
-        job = read_json(checkpoint.parent.parent / "run.json")
+        job = read_json(checkpoint.parent.parent / RUN_FILE)
         return {"run": job["config"]["name"], "tokens": ", ".join(job["token_prefixes"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

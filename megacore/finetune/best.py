@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megacore.artifact.files import read_object, workspace_errors, write_json
+from megacore.artifact.workspace import BEST_NAME
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
 from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from megacore.observe.recorder import Recorder
 
-BEST_NAME = "best"
-"""Name of the directory below the run directory."""
 MODEL_NAME = "model"
 METRICS_NAME = "metrics.json"
 

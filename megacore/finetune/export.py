@@ -9,6 +9,7 @@ import torch
 
 import megacore
 from megacore.artifact.files import access_error, copy_tree, workspace_errors, write_json
+from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.config.finetune import FinetuneConfig
 from megacore.convert.model_card import render_card
 from megacore.convert.tokenizers import missing_end
@@ -442,10 +443,6 @@ def _lines(
                 yield "prediction", text(written[0, half:])
 
 
-REPORT_NAME = "parity.json"
-SAMPLE_NAME = "sample.txt"
-
-
 def export(
     job: FinetuneExportJob, device: torch.device, beat: Callable[[str], None] = lambda phase: None
 ) -> None:
@@ -468,7 +465,7 @@ def export(
         directory = Path(job.exit_directory)
         with workspace_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            write_json(directory / REPORT_NAME, {"passed": False, "problem": str(error)})
+            write_json(directory / PARITY_FILE, {"passed": False, "problem": str(error)})
         raise
 
 
@@ -496,7 +493,7 @@ def export_best(
     beat("sample")
     with workspace_errors(output):
         sample = sample_text(job.config, task, exported)
-        (output / SAMPLE_NAME).write_text(sample, encoding="utf-8")
+        (output / SAMPLE_FILE).write_text(sample, encoding="utf-8")
         card = finetuned_card(
             job.config,
             exported,
@@ -506,5 +503,5 @@ def export_best(
             facts=job.card,
         )
         (directory / "README.md").write_text(card, encoding="utf-8")
-        write_json(output / REPORT_NAME, report)
+        write_json(output / PARITY_FILE, report)
     return report

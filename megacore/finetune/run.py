@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megacore.artifact.files import write_json
+from megacore.artifact.workspace import BEST_NAME, RESULT_FILE
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import directory_name, iteration_of
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import LossError
-from megacore.finetune.best import BEST_NAME, BestModelStore
+from megacore.finetune.best import BestModelStore
 from megacore.finetune.checkpoints import FinetuneCheckpoints, Progress
 from megacore.finetune.metrics import ANSWERS_NAME, write_answers
 from megacore.finetune.resolve import Schedule, memory_advice
@@ -167,7 +168,6 @@ def evaluation_line(
     )
 
 
-RESULT_NAME = "result.json"
 GATE_SAMPLES = 16
 """Number of validation samples whose losses are stored with the best model for the export's
 gate."""
@@ -486,7 +486,7 @@ class Finetuner:
             "checkpoints": self._checkpoints.kept(),
         }
         if self._rank == 0:
-            write_json(self._run_directory / RESULT_NAME, result)
+            write_json(self._run_directory / RESULT_FILE, result)
 
     def _seconds_per_epoch(self) -> float:
         """Return the training time of an epoch.

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError
@@ -13,9 +14,6 @@ from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel import Partition, partitions
-
-_PREFIX = "model."
-"""Prefix of the weights' names in a checkpoint."""
 
 
 def load_model(
@@ -33,10 +31,10 @@ def load_model(
     else:
         parts = partitions(model)
         targets = {
-            _PREFIX + name: _part(parameter.data, parts.get(name))
+            WEIGHTS_PREFIX + name: _part(parameter.data, parts.get(name))
             for name, parameter in model.named_parameters()
         }
-        load_checkpoint(Path(source.directory), targets, prefix=_PREFIX)
+        load_checkpoint(Path(source.directory), targets, prefix=WEIGHTS_PREFIX)
     return model.to(dtype).eval()
 
 

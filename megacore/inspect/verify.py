@@ -13,7 +13,7 @@ import numpy as np
 from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json, reason_of, unreadable
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest
-from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS, kind_of
+from megacore.artifact.workspace import BEST_NAME, CHECKPOINTS_NAME, FOLDERS, RUN_FILE, kind_of
 from megacore.checkpoint.format import (
     MARKER_NAME,
     STALE_SUFFIX,
@@ -53,9 +53,6 @@ from megacore.token_files.indexed_dataset import (
 
 _HASH_THREADS = 4
 """Number of files of an artifact hashed at a time; each keeps a core busy."""
-_BEST = "best"
-"""Folder of the best model in a fine-tuning's directory."""
-_RUN_FILE = "run.json"
 _ACCEPTED = (
     "the path of token files without .bin/.idx, or the directory of token files, index maps, "
     "another artifact, a checkpoint, an import or a run, or a workspace"
@@ -338,8 +335,8 @@ def _is_workspace(place: Path) -> bool:
 
 
 def _is_run(place: Path) -> bool:
-    return (place / _RUN_FILE).exists() or any(
-        checkpoint_directories(place / name) for name in (CHECKPOINTS_NAME, _BEST)
+    return (place / RUN_FILE).exists() or any(
+        checkpoint_directories(place / name) for name in (CHECKPOINTS_NAME, BEST_NAME)
     )
 
 
@@ -414,7 +411,7 @@ def _examine_artifact(directory: Path, root: Path, on_read: OnRead | None) -> It
 def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
     """Check a run's job file, its manifest, which lists the markers of checkpoints, and these."""
     files: dict[str, FileEntry] = {}
-    if (run / _RUN_FILE).exists():
+    if (run / RUN_FILE).exists():
         yield from _examine_job_file(run, root)
         if not (run / MANIFEST_NAME).exists():
             yield from _incomplete(run, root)
@@ -436,14 +433,14 @@ def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Resu
         for name, entry in files.items()
         if name.endswith(f"/{MARKER_NAME}")
     }
-    listed = (checkpoint_directories(run / name) for name in (CHECKPOINTS_NAME, _BEST))
+    listed = (checkpoint_directories(run / name) for name in (CHECKPOINTS_NAME, BEST_NAME))
     for directory in dict.fromkeys([*markers, *(path for paths in listed for path in paths)]):
         yield from _examine_checkpoint(directory, root, markers.get(directory, {}), on_read)
 
 
 def _examine_job_file(run: Path, root: Path) -> Iterator[Result]:
     """Yield the damage of a run's job file, if any."""
-    path = run / _RUN_FILE
+    path = run / RUN_FILE
     name = path.relative_to(root).as_posix()
     try:
         problem = "" if isinstance(read_json(path), dict) else "it holds no JSON object"
@@ -507,12 +504,12 @@ def _compare_checkpoint(
     if not directory.exists() and not listed:  # deleted by its run, which keeps only some
         return
     run = directory.parent.parent
-    if directory.parent.name not in {CHECKPOINTS_NAME, _BEST} or not any(
-        (run / name).exists() for name in (_RUN_FILE, MANIFEST_NAME)
+    if directory.parent.name not in {CHECKPOINTS_NAME, BEST_NAME} or not any(
+        (run / name).exists() for name in (RUN_FILE, MANIFEST_NAME)
     ):
         command = _delete(directory)
         remedy = "import it again into an empty directory, or copy it again from where it is whole"
-    elif directory.parent.name == _BEST:
+    elif directory.parent.name == BEST_NAME:
         command = _delete(run)
         remedy = "the same `make finetune` command trains the run again"
     else:

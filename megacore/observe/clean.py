@@ -16,9 +16,9 @@ from typing import Any
 from megacore.artifact.build import is_locked, remove_tree, try_lock
 from megacore.artifact.files import TEMPORARY, read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
-from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
+from megacore.artifact.workspace import DOWNLOADS, FOLDERS, RUN_FILE, Workspace
 from megacore.errors import ArtifactError, WorkspaceError
-from megacore.observe.runs import RUN_FILE, is_training
+from megacore.observe.runs import is_training
 
 RUNS = ("train", "finetune")
 """Stages that write in place and resume."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import ConfigError
 from megacore.observe.events import EventReader, EventWriter
 from megacore.observe.logging import (
@@ -24,8 +25,6 @@ from megacore.observe.logging import (
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-EVENTS_NAME = "events.jsonl"
-
 
 class Recorder:
     """Recorder that writes on rank 0 and does nothing on the others.
@@ -41,7 +40,7 @@ class Recorder:
             WorkspaceError: the directory is not writable.
         """
         writes = rank == 0
-        self._path = run_directory / EVENTS_NAME
+        self._path = run_directory / EVENTS_FILE
         self._events = EventWriter(self._path, attempt) if writes else None
         self._board = (
             TensorBoardWriter(run_directory / "tensorboard") if writes and tensorboard else None

@@ -10,14 +10,13 @@ from megacore.artifact import Manifest, Workspace
 from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.artifact.workspace import EVENTS_FILE, RUN_FILE
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import ENDED, read_heartbeats
 
 RunState = Literal["running", "finished", "incomplete", "damaged"]
 
-RUN_FILE = "run.json"
-EVENTS_FILE = "events.jsonl"
 _UNREAD = DataFormatError, ArtifactError, FileAccessError
 _NAMED = 8
 """Maximum number of runs that a message names."""

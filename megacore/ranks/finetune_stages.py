@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import read_object, workspace_errors
+from megacore.artifact.workspace import PARITY_FILE, RUN_FILE
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import prepare_finetune_hosts
 from megacore.cluster.start import ssh_of, start_here, start_ranks
@@ -44,7 +45,7 @@ def finetune(
     log = attempt_log(job)
     with workspace_errors(run_directory):
         log.parent.mkdir(parents=True, exist_ok=True)
-        job_file = run_directory / "run.json"
+        job_file = run_directory / RUN_FILE
         job.write(job_file)
     reads = [Path(job.pretrained_directory), Path(job.examples_directory)]
     minutes = job.config.launch.timeout_minutes
@@ -102,4 +103,4 @@ def export(
     job.write(job_file)
     start = start_here("megacore.ranks.finetune_export", job, job_file)
     supervise_job(start, job, scratch / "export.log", on_poll, None)
-    return read_object(Path(job.output_directory) / "parity.json")
+    return read_object(Path(job.output_directory) / PARITY_FILE)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megacore.artifact.files import read_json, read_object, workspace_errors
 from megacore.artifact.manifest import FirstRead, verified_record
+from megacore.artifact.workspace import PARITY_FILE, RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.ssh import check_ssh
@@ -41,7 +42,7 @@ def nothing() -> None:
 def next_attempt(run_directory: Path) -> int:
     """Return the number of this run's next attempt, counted from 1."""
     try:
-        return int(read_json(run_directory / "run.json")["attempt"]) + 1
+        return int(read_json(run_directory / RUN_FILE)["attempt"]) + 1
     except (OSError, ValueError, KeyError, TypeError):
         return 1
 
@@ -76,7 +77,7 @@ def train(
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):
         attempt_log(job).parent.mkdir(parents=True, exist_ok=True)
-        job_file = run_directory / "run.json"
+        job_file = run_directory / RUN_FILE
         job.write(job_file)
     log = attempt_log(job)
     env = prepare_operators(job, job_file, log, on_poll)
@@ -207,7 +208,7 @@ def convert(
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    return read_object(Path(job.output_directory) / "parity.json")
+    return read_object(Path(job.output_directory) / PARITY_FILE)
 
 
 def supervise_job(

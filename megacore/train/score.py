@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.collective import RankGroup, verify_together
 from megacore.checkpoint.format import read_state, reading
 from megacore.checkpoint.load import load_checkpoint, names_of_all
@@ -105,7 +106,7 @@ class CheckpointScorer:
             load_checkpoint(
                 checkpoint,
                 weights,
-                prefix="model.",
+                prefix=WEIGHTS_PREFIX,
                 expected=self._names,
                 progress=partial(self._mesh.beat, "load"),
             )

@@ -142,10 +142,10 @@ def make_tracking(directory: Path) -> Sequence[Path]:
 
 def read_tracking(directory: Path) -> Any:
     from tasks._forward import Forwarder
-    from tasks._mlflow import RUN_FILE, _read_state
+    from tasks._mlflow import RUN_ID_FILE, _read_state
 
     forwarder = Forwarder(None, directory, None, None)  # type: ignore[arg-type]
-    return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_FILE)["run_id"]
+    return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_ID_FILE)["run_id"]
 
 
 def make_reasons(directory: Path) -> Sequence[Path]:

@@ -198,10 +198,11 @@ class Run:
 
 def run(finetune_config: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
     """Run the loop on this rank, like `megacore.ranks.finetune` once the ranks have joined."""
+    from megacore.artifact.workspace import EVENTS_FILE
     from megacore.errors import TrainingStoppedError
     from megacore.finetune.run import Finetuner
     from megacore.finetune.trainer import prepare
-    from megacore.observe.recorder import EVENTS_NAME, Recorder
+    from megacore.observe.recorder import Recorder
 
     rank = int(os.environ.get("RANK", "0"))
     trainer = prepare(
@@ -219,7 +220,7 @@ def run(finetune_config: FinetuneConfig, task: Any, directory: Path, attempt: in
             stopped = f"{type(error).__name__}: {error}"
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    lines = (directory / EVENTS_NAME).read_text(encoding="utf-8").splitlines()
+    lines = (directory / EVENTS_FILE).read_text(encoding="utf-8").splitlines()
     return Run(directory, [json.loads(line) for line in lines], stopped)
 
 

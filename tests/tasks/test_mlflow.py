@@ -23,7 +23,7 @@ from megacore.config import RunConfig
 from megacore.errors import MegacoreError, TrackingError, WorkspaceError
 from tasks._environment import file_location, sqlite_file, sqlite_url
 from tasks._mlflow import (
-    RUN_FILE,
+    RUN_ID_FILE,
     RunFacts,
     Tracking,
     create_store,
@@ -45,7 +45,7 @@ def all_runs(tracking: Tracking) -> list[str]:
 
 def noted_run_id(run_directory: Path) -> str | None:
     """Return the run id noted in the run directory."""
-    run_id: str | None = json.loads((run_directory / RUN_FILE).read_text())["run_id"]
+    run_id: str | None = json.loads((run_directory / RUN_ID_FILE).read_text())["run_id"]
     return run_id
 
 
@@ -184,7 +184,7 @@ def test_run_missing_in_the_store_is_created_again(
     first = ensure_run(tracking, run_directory, config, facts)
     tracking.client.delete_run(first)
     second = ensure_run(tracking, run_directory, config, facts)
-    write_json(run_directory / RUN_FILE, {"token": "t", "run_id": "0" * 32})
+    write_json(run_directory / RUN_ID_FILE, {"token": "t", "run_id": "0" * 32})
     third = ensure_run(tracking, run_directory, config, facts)
     assert len({first, second, third}) == 3
 
@@ -193,7 +193,7 @@ def test_deleted_run_file_starts_another_run(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     first = ensure_run(tracking, run_directory, config, facts)
-    (run_directory / RUN_FILE).unlink()
+    (run_directory / RUN_ID_FILE).unlink()
     assert ensure_run(tracking, run_directory, config, facts) != first
 
 

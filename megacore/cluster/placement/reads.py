@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
 from megacore.checkpoint.format import (
     MARKER_NAME,
     Marker,
@@ -23,7 +23,7 @@ from megacore.token_files.indexed_dataset import bin_path, idx_path
 if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob
 
-JOB_FILES = ("run.json", "job.json", "operators.json")
+JOB_FILES = (RUN_FILE, "job.json", "operators.json")
 """Names of the job's files next to the directory of exit reasons."""
 
 JOB_FILES_ROLE = "job files"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacore.artifact.workspace import RUN_FILE
 from megacore.checkpoint.format import STATE_NAME
 from megacore.checkpoint.spec import read_spec
 from megacore.config.spec import ModelSpec
@@ -70,7 +71,6 @@ _PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 """Names of the modules in Megatron-DeepSpeed's pipeline other than transformer layers. The final
 norm may have only its number as a name."""
-RUN_NAME = "run.json"
 _LEVELS = 3
 _TABLE = f"language_model.{WORD_EMBEDDINGS}"
 _OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
@@ -476,15 +476,15 @@ def find_model_spec(directory: Path) -> ModelSpec:
     """
     candidates = [directory, *directory.absolute().parents][:_LEVELS]
     for candidate in candidates:
-        if (candidate / RUN_NAME).is_file():
+        if (candidate / RUN_FILE).is_file():
             try:
-                return TrainJob.read(candidate / RUN_NAME).spec
+                return TrainJob.read(candidate / RUN_FILE).spec
             except ConfigError as error:
                 raise CheckpointError(str(error)) from error
         if (candidate / STATE_NAME).is_file():
             return read_spec(candidate)
     raise ConversionError(
-        f"{directory} holds a model of megacore and does not say which: put the {RUN_NAME} of its "
+        f"{directory} holds a model of megacore and does not say which: put the {RUN_FILE} of its "
         f"run, or the {STATE_NAME} of a checkpoint of the same model, into it or into "
         f"{directory.absolute().parent}"
     )
