@@ -9,7 +9,7 @@ from megacore.errors import MegacoreError
 from megacore.observe.logging import prepare_output
 from tasks._environment import prepare_environment
 from tasks._logging import shorten_user_errors
-from tasks._orphans import GC_THRESHOLDS
+from tasks._temporary_server import GC_THRESHOLDS
 
 
 def report_uncaught(

@@ -8,8 +8,8 @@ from prefect import get_run_logger
 
 from megacore.errors import TrainingStoppedError
 from megacore.observe.events import EventReader
-from tasks._forward import Forwarder
 from tasks._mlflow import RunStatus, Tracking
+from tasks._mlflow_events import Forwarder
 from tasks._run_page import update_run_page
 
 FINAL_FLUSH = 60.0

@@ -26,7 +26,7 @@ from megacore.errors import (
 from megacore.redact import redact, redact_values
 from tasks._environment import answers, check_proxies
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
-from tasks._orphans import database_problem, end_process, start_server
+from tasks._temporary_server import database_problem, end_process, start_server
 from tasks.preflight import CONF_DIR
 
 _SWITCHES = ("dry_run", "find_batch_size")

@@ -13,8 +13,8 @@ from prefect.artifacts import create_link_artifact
 
 from megacore.observe.recorder import check_wandb
 from tasks._flow_config import FlowConfig
-from tasks._forward import Forwarder
 from tasks._mlflow import Tracking
+from tasks._mlflow_events import Forwarder
 from tasks._publication import run_url, shown_by
 from tasks._wandb import WandbRun
 

@@ -5,7 +5,7 @@ import logging
 from megacore.artifact.files import access_error
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
-from tasks._orphans import database_problem
+from tasks._temporary_server import database_problem
 
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.megacore")
 

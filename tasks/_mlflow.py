@@ -36,7 +36,7 @@ from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
 from tasks._environment import sqlite_file, sqlite_url, tracking_uri
 from tasks._flow_config import FlowConfig
-from tasks._orphans import database_fault
+from tasks._temporary_server import database_fault
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

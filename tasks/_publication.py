@@ -17,8 +17,8 @@ from tasks._aliases import alias_problem, standing
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
-from tasks._forward import Forwarder
 from tasks._mlflow import STORE_ERRORS, RunFacts, Tracking, end_trained_run, page_url, runs_url
+from tasks._mlflow_events import Forwarder
 from tasks._registry import REPORT_FOLDER, published_exists
 from tasks._run_page import describe_model, update_run_page
 

@@ -16,8 +16,8 @@ from megacore.artifact.workspace import EVENTS_FILE
 from megacore.redact import page_address, redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
 from tasks._checkpoint_models import STATE_TAG
-from tasks._forward import ATTEMPTS
 from tasks._mlflow import RunFacts, Tracking, page_url
+from tasks._mlflow_events import ATTEMPTS
 from tasks._run_history import RunHistory, end_of
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
 from tasks._logging import CountedRetries
-from tasks._orphans import note_ended
+from tasks._temporary_server import note_ended
 
 _log = logging.getLogger("prefect.megacore")
 

@@ -22,7 +22,7 @@ from megacore.errors import TrackingError
 from megacore.observe.events import EventReader
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
-from tasks._forward import BY_TOKENS, CURVES, points_of
+from tasks._mlflow_events import BY_TOKENS, CURVES, points_of
 
 if TYPE_CHECKING:
     from wandb import Run

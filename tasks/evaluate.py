@@ -36,8 +36,8 @@ from megacore.ranks.evaluate import UNIGRAM, result_file
 from tasks._cache import StageResult, artifact_problem, build, stage_task
 from tasks._checkpoint_models import log_losses_by_position, log_perplexities
 from tasks._devices import devices
-from tasks._launch import LogTail
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
+from tasks._monitor import LogTail
 from tasks._perplexity import PerplexityTable
 from tasks._stage_runner import DELETED, StageRunner
 from tasks.index import held_out_digest, split_data, split_datasets, split_digests

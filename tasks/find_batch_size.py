@@ -36,7 +36,7 @@ from megacore.ranks.batch_size_search import (
 )
 from tasks._cache import StageResult, build, stage_task
 from tasks._devices import devices
-from tasks._launch import LogTail
+from tasks._monitor import LogTail
 from tasks._stage_runner import StageRunner
 
 STAGE: Final = "find-batch-size"

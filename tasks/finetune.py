@@ -32,10 +32,10 @@ from tasks._cache import (
 )
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._forward import Forwarder
-from tasks._launch import TrainingMonitor
 from tasks._live_run import live_run
 from tasks._mlflow import Dataset, RunFacts, Tracking
+from tasks._mlflow_events import Forwarder
+from tasks._monitor import TrainingMonitor
 from tasks._parent import parent_of
 from tasks._retry import counted_failures, retry_condition
 
@@ -129,7 +129,7 @@ def _run(
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
     events = directory / EVENTS_FILE
     live = live_run(tracking, forwarder, config, directory)
-    monitor = TrainingMonitor(attempt_log(job), events, None, live, label="fine-tuning")
+    monitor = TrainingMonitor(attempt_log(job), events, None, live.poll, label="fine-tuning")
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         finetune_stages.finetune(job, monitor.poll, [held])
         monitor.poll()

@@ -27,10 +27,10 @@ from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_problem, holder_name, stage_task
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._forward import Forwarder
-from tasks._launch import TrainingMonitor
 from tasks._live_run import live_run
 from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import Forwarder
+from tasks._monitor import TrainingMonitor
 from tasks._resume import planned_before, resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
 from tasks.curate import curation_metrics
@@ -238,7 +238,7 @@ def _run(
     forwarder = Forwarder(tracking, directory, config, facts)
     events = directory / EVENTS_FILE
     live = live_run(tracking, forwarder, config, directory)
-    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
+    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live.poll)
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         stages.train(job, monitor.poll, [held])
         monitor.poll()

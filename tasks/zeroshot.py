@@ -25,8 +25,8 @@ from megacore.zeroshot.texts import check_passkeys
 from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
-from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
+from tasks._mlflow_events import Forwarder
 from tasks._stage_runner import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
 from tasks.train import precision_of, run_facts

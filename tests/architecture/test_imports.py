@@ -112,10 +112,10 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
 def test_a_cached_flow_imports_neither_prefects_server_nor_mlflow() -> None:
     """Prefect's clients take the class of the temporary server without the server's module."""
     script = (
-        "import sys, flows.pretrain; from tasks import _orphans; "
-        "_orphans._replace_server_module(); "
+        "import sys, flows.pretrain; from tasks import _temporary_server; "
+        "_temporary_server._replace_server_module(); "
         "from prefect.server.api.server import SubprocessASGIServer as used; "
-        "assert used is _orphans.TemporaryServer; "
+        "assert used is _temporary_server.TemporaryServer; "
         "print(*sorted({'mlflow', 'sqlalchemy', 'docket', 'torch', 'pandas'} & set(sys.modules)))"
     )
     assert printed(script) == [], "what a flow also imports"

@@ -170,7 +170,7 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
 
     There must be one run, and in each curve each step of the events exactly once.
     """
-    from tasks._forward import CURVES, points_of
+    from tasks._mlflow_events import CURVES, points_of
 
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     try:

@@ -86,8 +86,8 @@ def slow_training(place: Path, run: Path) -> None:
 
 def forward(place: Path, run: Path) -> float:
     """Poll like the train task, then finish; return the seconds of the slowest poll."""
-    from tasks._forward import Forwarder
     from tasks._mlflow import RunFacts, Tracking
+    from tasks._mlflow_events import Forwarder
 
     while not (run / "run.json").exists():
         time.sleep(0.05)

@@ -112,7 +112,7 @@ def make_events(directory: Path) -> Sequence[Path]:
 
 def read_events(directory: Path) -> Any:
     """Read the events like the forwarder, the trainer and the monitor."""
-    from tasks._forward import next_batch
+    from tasks._mlflow_events import next_batch
 
     path = directory / "events.jsonl"
     batch = next_batch(path, 0, set())
@@ -141,8 +141,8 @@ def make_tracking(directory: Path) -> Sequence[Path]:
 
 
 def read_tracking(directory: Path) -> Any:
-    from tasks._forward import Forwarder
     from tasks._mlflow import RUN_ID_FILE, _read_state
+    from tasks._mlflow_events import Forwarder
 
     forwarder = Forwarder(None, directory, None, None)  # type: ignore[arg-type]
     return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_ID_FILE)["run_id"]

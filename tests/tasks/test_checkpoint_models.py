@@ -8,8 +8,8 @@ from mlflow.entities import LoggedModel
 
 from megacore.config import RunConfig
 from tasks._checkpoint_models import log_losses_by_position, log_perplexities
-from tasks._forward import OFFSET_FILE, Forwarder
 from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import OFFSET_FILE, Forwarder
 from tests.tasks.events import EventLog
 
 

@@ -15,8 +15,8 @@ from megacore.doctor.findings import Examination, Finding
 from megacore.errors import LaunchError
 from megacore.jobs.run import TrainJob
 from tasks._doctor import PREFLIGHT_FILE, check_hosts, send_preflight
-from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import Forwarder
 from tests.tasks.events import EventLog
 from tests.train import _runs
 

@@ -20,8 +20,8 @@ from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
 from tasks import evaluate as module
 from tasks._checkpoint_models import log_perplexities
-from tasks._forward import Forwarder
 from tasks._mlflow import Dataset, RunFacts, Tracking, log_datasets, recorded_run_id
+from tasks._mlflow_events import Forwarder
 from tasks.evaluate import Scoring, Target, kept_checkpoints, score_key, unless_deleted
 from tests.tasks.events import EventLog
 

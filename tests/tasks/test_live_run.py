@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megacore.config import RunConfig
-from tasks._forward import Forwarder
 from tasks._live_run import LiveRun, SystemMetrics
 from tasks._mlflow import RunFacts, Tracking, ensure_run
+from tasks._mlflow_events import Forwarder
 from tests.tasks.events import EventLog
 
 CPU = "system/cpu_utilization_percentage"

@@ -374,8 +374,8 @@ def test_git_facts_name_commit_and_dirty_state(tmp_path: Path) -> None:
 
 def test_mlflow_is_imported_lazily() -> None:
     code = (
-        "import sys, tasks._mlflow, tasks._forward, tasks._registry, tasks._checkpoint_models, "
-        "tasks._plots\n"
+        "import sys, tasks._mlflow, tasks._mlflow_events, tasks._registry, "
+        "tasks._checkpoint_models, tasks._plots\n"
         "assert not {'mlflow', 'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'imported too "
         "early'"
     )

@@ -10,8 +10,8 @@ import pytest
 import tasks._run_page
 from megacore.config import RunConfig
 from megacore.plan.epochs import Epochs
-from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import Forwarder
 from tasks._run_page import NOTE, NOTE_DIGEST, describe_model, note_tags, update_run_page
 from tests.tasks.conftest import KilledError
 from tests.tasks.events import EventLog

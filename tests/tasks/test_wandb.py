@@ -18,9 +18,9 @@ from megacore.config import RunConfig
 from megacore.config.train import WandbConfig
 from megacore.errors import ConfigError
 from tasks import _wandb
-from tasks._forward import Forwarder, points_of
 from tasks._live_run import live_run
 from tasks._mlflow import Tracking
+from tasks._mlflow_events import Forwarder, points_of
 from tasks._wandb import STATE_FILE, WandbRun, row_of
 from tests.tasks.events import EventLog
 

@@ -15,8 +15,8 @@ from megacore.config.checks import _check_zero_shot
 from megacore.config.load import parse_config
 from megacore.errors import ConfigError
 from tasks._checkpoint_models import log_scores
-from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import Forwarder
 from tasks.evaluate import Target, score_key
 from tasks.preflight import planned_publication
 from tasks.zeroshot import REPORT, metrics_of, text_digests, zeroshot_key, zeroshot_summary

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -26,13 +26,6 @@ _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
 """Start of a wide log line, which follows the host's name when there are several hosts."""
 ARTIFACT_INTERVAL = 5.0
 """Seconds between updates of the progress artifact."""
-
-
-class Forwarder(Protocol):
-    """A sender of events that never makes the caller wait."""
-
-    def poll(self) -> None:
-        """Send the events since the last call."""
 
 
 class LogTail:
@@ -87,7 +80,7 @@ class TrainingMonitor:
         log: Path,
         events: Path,
         train_iters: int | None,
-        forwarder: Forwarder,
+        send: Callable[[], None],
         *,
         label: str = "training",
     ) -> None:
@@ -98,13 +91,13 @@ class TrainingMonitor:
             events: path of the run's events.jsonl.
             train_iters: iterations of the whole training, or None to take them from the events
                 (`total_iterations`).
-            forwarder: sender of the events.
+            send: sends the events since its last call to MLflow, without waiting.
             label: name of the bar and of the artifact.
         """
         self.log = LogTail(log, get_run_logger().info)
         self.events = events
         self.train_iters = train_iters
-        self.forwarder = forwarder
+        self.send = send
         self.label = label
         self._offset = _end_of_events(events)
         self._perplexities = PerplexityTable(events.parent)
@@ -159,7 +152,7 @@ class TrainingMonitor:
                     "can be read again",
                     error,
                 )
-        self.forwarder.poll()
+        self.send()
 
     def _read(self) -> None:
         self.log.poll()

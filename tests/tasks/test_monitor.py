@@ -7,13 +7,12 @@ import pty
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megacore.config import RunConfig
-from tasks import _launch, _stage_runner
-from tasks._launch import LogTail
+from tasks import _monitor, _stage_runner
+from tasks._monitor import LogTail
 from tasks._stage_runner import StageRow, StageRunner, summarize
 
 
@@ -65,17 +64,16 @@ def test_progress_shows_an_event_without_a_loss(
 ) -> None:
     """Fp16 skips its first iterations while the loss scale falls."""
     shown: list[str] = []
-    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(
-        _launch, "create_progress_artifact", lambda **values: shown.append(values["description"])
+        _monitor, "create_progress_artifact", lambda **values: shown.append(values["description"])
     )
     monkeypatch.setattr(
-        _launch, "update_progress_artifact", lambda **values: shown.append(values["description"])
+        _monitor, "update_progress_artifact", lambda **values: shown.append(values["description"])
     )
     events = tmp_path / "events.jsonl"
     events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "st')
-    forwarder = SimpleNamespace(poll=lambda: None)
-    with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
+    with _monitor.TrainingMonitor(tmp_path / "log", events, 20, lambda: None) as monitor:
         # The writer removes the incomplete line before it continues.
         step = (
             '{"kind": "step", "time": 1.0, "iteration": 10, "consumed_tokens": 320, "lm_loss": '
@@ -89,11 +87,12 @@ def test_progress_shows_an_event_without_a_loss(
 def test_an_unreadable_file_is_one_warning_and_the_display_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
     (tmp_path / "log").touch()
     polls: list[int] = []
-    forwarder = SimpleNamespace(poll=lambda: polls.append(1))
-    monitor = _launch.TrainingMonitor(tmp_path / "log", tmp_path / "events.jsonl", 20, forwarder)
+    monitor = _monitor.TrainingMonitor(
+        tmp_path / "log", tmp_path / "events.jsonl", 20, lambda: polls.append(1)
+    )
     read = LogTail.poll
 
     def fail(tail: LogTail) -> None:
@@ -116,8 +115,8 @@ def test_an_unreadable_file_is_one_warning_and_the_display_continues(
 def test_a_closed_terminal_fails_no_training_and_no_flow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig
 ) -> None:
-    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(_launch, "console_handler", lambda: None)
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "console_handler", lambda: None)
     for name in ("create_table_artifact", "create_markdown_artifact"):
         monkeypatch.setattr(_stage_runner, name, lambda *args, **named: shown.append(named["key"]))
     master, slave = pty.openpty()
@@ -125,8 +124,7 @@ def test_a_closed_terminal_fails_no_training_and_no_flow(
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdout", terminal)
     shown: list[str] = []
-    forwarder = SimpleNamespace(poll=lambda: None)
-    with _launch.TrainingMonitor(tmp_path / "log", tmp_path / "events.jsonl", 20, forwarder):
+    with _monitor.TrainingMonitor(tmp_path / "log", tmp_path / "events.jsonl", 20, lambda: None):
         os.close(master)
         with pytest.raises(OSError, match="Input/output error"):
             print("line", file=terminal, flush=True)
@@ -141,12 +139,11 @@ def test_progress_names_loss_perplexity_and_tokens_per_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: dict[str, str] = {}
-    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.update(values))
-    monkeypatch.setattr(_launch.PerplexityTable, "measured", lambda self, event: None)
-    forwarder = SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "create_progress_artifact", lambda **values: shown.update(values))
+    monkeypatch.setattr(_monitor.PerplexityTable, "measured", lambda self, event: None)
     events = tmp_path / "events.jsonl"
-    with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
+    with _monitor.TrainingMonitor(tmp_path / "log", events, 20, lambda: None) as monitor:
         events.write_text(
             '{"kind": "perplexity", "time": 1.0, "iteration": 10, "valid_ppl": 77.9}\n'
             '{"kind": "step", "time": 1.0, "iteration": 10, "lm_loss": 4.5, "lr": 0.00015, '
@@ -164,12 +161,11 @@ def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: dict[str, str] = {}
-    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.update(values))
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "create_progress_artifact", lambda **values: shown.update(values))
     events = tmp_path / "events.jsonl"
-    forwarder = SimpleNamespace(poll=lambda: None)
-    with _launch.TrainingMonitor(
-        tmp_path / "log", events, None, forwarder, label="fine-tuning"
+    with _monitor.TrainingMonitor(
+        tmp_path / "log", events, None, lambda: None, label="fine-tuning"
     ) as monitor:
         events.write_text(
             '{"kind": "step", "time": 1.0, "iteration": 4, "total_iterations": 16, "loss": 0.5, '

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from megacore.errors import WorkspaceError
-from tasks import _orphans
-from tasks._orphans import MARK, TemporaryServer, _ServerOutput, database_problem, servers
+from tasks import _temporary_server
+from tasks._temporary_server import MARK, TemporaryServer, _ServerOutput, database_problem, servers
 
 ROOT = Path(__file__).parents[2]
 FLOW = """
 import subprocess, sys, time
-from tasks._orphans import watch_over_server
+from tasks._temporary_server import watch_over_server
 watch_over_server()
 # A process that looks like the server, and one that does not.
 for name in ("prefect.server.api.server:create_app", "another"):
@@ -81,7 +81,7 @@ def parent_of(pid: int) -> int:
 
 def watches(pid: int) -> bool:
     try:
-        return b"tasks._orphans" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tasks._temporary_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -90,7 +90,7 @@ SERVED_FLOW = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.default_int_handler)
 from tasks._environment import answers
-from tasks._orphans import TemporaryServer, start_server
+from tasks._temporary_server import TemporaryServer, start_server
 start_server()
 url = TemporaryServer().api_url
 try:
@@ -127,11 +127,11 @@ def test_temporary_server_answers_after_a_signal_of_the_terminal(
 UNSENT_EVENT = """
 import sys
 from prefect.events import emit_event
-from tasks import _orphans
-_orphans.FLUSH = 0.5
+from tasks import _temporary_server
+_temporary_server.FLUSH = 0.5
 emit_event("test", resource={"prefect.resource.id": "test"})
 print("first line", file=sys.stderr)
-_orphans.end_process("last line", CODE)
+_temporary_server.end_process("last line", CODE)
 """
 
 
@@ -160,7 +160,7 @@ RESTARTED_SERVER = """
 import os, sys, time, urllib.error, urllib.request
 from prefect.client.orchestration import get_client
 from tasks._environment import answers
-from tasks._orphans import TemporaryServer, end_process, start_server
+from tasks._temporary_server import TemporaryServer, end_process, start_server
 start_server()
 server = TemporaryServer()
 def refuses():
@@ -317,9 +317,9 @@ def test_problem_of_the_database_is_forgotten_and_hides_no_other_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(_orphans, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_temporary_server, "time", SimpleNamespace(monotonic=lambda: now))
     output = _ServerOutput()
-    monkeypatch.setattr(_orphans, "_server_output", output)
+    monkeypatch.setattr(_temporary_server, "_server_output", output)
     output.started = True
 
     def shown(record: bytes) -> str:

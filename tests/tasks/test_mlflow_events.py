@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-import tasks._forward
+import tasks._mlflow_events
 from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError, WorkspaceError
-from tasks._forward import (
+from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow_events import (
     CURVES,
     OFFSET_FILE,
     PREFIXES,
@@ -23,7 +24,6 @@ from tasks._forward import (
     next_batch,
     points_of,
 )
-from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.conftest import KilledError
 from tests.tasks.events import TOKENS_PER_ITERATION, EventLog, sources
 
@@ -201,7 +201,7 @@ def test_events_sent_under_other_names_are_sent_again(
     (run_directory / OFFSET_FILE).write_text(json.dumps(state))
     sent = watch_log_batch(monkeypatch)
     fields = dict(CURVES["step"], grad_norm="vitals/norm_of_gradient")
-    monkeypatch.setattr(tasks._forward, "CURVES", {**CURVES, "step": fields})
+    monkeypatch.setattr(tasks._mlflow_events, "CURVES", {**CURVES, "step": fields})
     assert make_forwarder().flush() == run_id
     assert sent == []
     assert history(tracking, run_id, "vitals/norm_of_gradient") == {10: 1.0, 20: 1.0}
@@ -240,7 +240,7 @@ def test_kill_between_batch_and_commit_sends_nothing_twice(
     log.step(20)
     log.checkpoint(20)
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._forward, "write_json", crash)
+        patch.setattr(tasks._mlflow_events, "write_json", crash)
         with pytest.raises(KilledError):
             forwarder.deliver()
     assert forwarder.run_id is not None
@@ -322,7 +322,7 @@ def test_flush_retries_and_then_raises(
 ) -> None:
     log.step(10)
     forwarder = make_forwarder()
-    monkeypatch.setattr(tasks._forward, "_FIRST_BACKOFF", 0.05)
+    monkeypatch.setattr(tasks._mlflow_events, "_FIRST_BACKOFF", 0.05)
     attempts = []
 
     def failing(*_: object) -> str:
@@ -330,7 +330,7 @@ def test_flush_retries_and_then_raises(
         raise TrackingError("the server is down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._forward, "ensure_run", failing)
+        patch.setattr(tasks._mlflow_events, "ensure_run", failing)
         started = time.monotonic()
         with pytest.raises(TrackingError, match="not all in MLflow: the server is down"):
             forwarder.flush(timeout=1.0)
@@ -363,7 +363,7 @@ def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
         raise WorkspaceError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._forward, "ensure_run", failing)
+        patch.setattr(tasks._mlflow_events, "ensure_run", failing)
         with pytest.raises(WorkspaceError, match=r"^the disk is full$"):
             forwarder.flush()
     assert forwarder.flush()
@@ -377,13 +377,13 @@ def test_hanging_store_blocks_neither_polls_nor_flush(
 ) -> None:
     log.step(10)
     forwarder = make_forwarder()
-    log_batch_of_mlflow = tasks._forward.ensure_run
+    log_batch_of_mlflow = tasks._mlflow_events.ensure_run
 
     def hang(*args: Any) -> str:
         time.sleep(1.5)
         return log_batch_of_mlflow(*args)
 
-    monkeypatch.setattr(tasks._forward, "ensure_run", hang)
+    monkeypatch.setattr(tasks._mlflow_events, "ensure_run", hang)
     started = time.monotonic()
     for _ in range(10):
         forwarder.poll()

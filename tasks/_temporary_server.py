@@ -1,6 +1,6 @@
 """Start and end of the temporary server of a flow, and of the flow's process.
 
-    python -m tasks._orphans TOKEN
+    python -m tasks._temporary_server TOKEN
 
 is the watcher that ends the server if the flow is killed. It waits for the end of stdin, a pipe
 whose other end only the flow's process has open, and imports only the standard library.
@@ -517,7 +517,7 @@ def watch_over_server() -> None:
     Must be called before the server starts.
     """
     token = os.environ[MARK] = secrets.token_hex(8)
-    command = [sys.executable, "-m", "tasks._orphans", token]
+    command = [sys.executable, "-m", "tasks._temporary_server", token]
     watcher = subprocess.Popen(
         command,
         cwd=Path(__file__).resolve().parent.parent,
