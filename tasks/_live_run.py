@@ -1,8 +1,14 @@
-"""The MLflow run of a training while it trains: its events, its link in Prefect, its machine."""
+"""The MLflow run of a training from its start to its end.
+
+It receives the events and measurements of the machine, is linked in Prefect, and gets the reason
+why the attempt ended.
+"""
 
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
@@ -11,11 +17,14 @@ from typing import TYPE_CHECKING, Self
 from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact
 
+from megacore.errors import TrainingStoppedError
+from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
 from tasks._flow_config import FlowConfig
-from tasks._mlflow import Tracking
+from tasks._mlflow import RunStatus, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._publication import run_url, shown_by
+from tasks._run_page import update_run_page
 from tasks._wandb import WandbRun
 
 if TYPE_CHECKING:
@@ -23,6 +32,12 @@ if TYPE_CHECKING:
 
 INTERVAL = 10.0
 """Seconds between two measurements of the machine."""
+FINAL_FLUSH = 60.0
+"""Seconds that a finished training waits for MLflow."""
+EXIT_TAG = "megacore.exit_reason"
+"""Tag of the MLflow run: the reason why its last attempt ended."""
+STOP_FLUSH = 5.0
+"""Seconds that a failed or stopped training waits for MLflow."""
 _LONGEST_STOP = 2.0
 """Seconds that an ending attempt waits for the last measurements."""
 _LOGGER = "mlflow.system_metrics.system_metrics_monitor"
@@ -104,6 +119,49 @@ def live_run(
     )
 
 
+@contextmanager
+def report_end(
+    tracking: Tracking, forwarder: Forwarder, events: Path, attempt: int
+) -> Iterator[None]:
+    """Report to MLflow how the attempt in the body ended, whatever error it raised.
+
+    Args:
+        tracking: MLflow store.
+        forwarder: forwarder of the run's events.
+        events: path of the run's events.jsonl.
+        attempt: number of the attempt.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end(tracking, forwarder, events, attempt, error)
+        raise
+    _end(tracking, forwarder, events, attempt, None)
+
+
+def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
+    """Return the reason why an attempt ended.
+
+    It is the reason in the `exit` event of the attempt's ranks, otherwise the name of the error. A
+    cancellation or a signal to this process reaches the ranks as a signal. They report it if they
+    could save.
+
+    Args:
+        events: path of the run's events.jsonl.
+        attempt: number of the attempt.
+        error: error that ended the attempt, or None if it finished.
+    """
+    if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
+        return type(error).__name__  # the ranks may have finished before the error
+    exits = (
+        event
+        for event, _ in EventReader(events)
+        if event["kind"] == "exit" and event["attempt"] == attempt
+    )
+    reasons = [str(event["reason"]) for event in exits]
+    return reasons[-1] if reasons else "finished" if error is None else type(error).__name__
+
+
 class SystemMetrics:
     """MLflow's own measurements of this host, as the metrics `system/…` of a run.
 
@@ -179,3 +237,26 @@ def _link(tracking: Tracking, run_id: str) -> None:
             create_link_artifact(link=page, link_text="MLflow run", key="mlflow-run")
     except Exception as error:  # a missing link must not end a training
         get_run_logger().warning("the link to the MLflow run was not made: %s", error)
+
+
+def _end(
+    tracking: Tracking,
+    forwarder: Forwarder,
+    events: Path,
+    attempt: int,
+    error: BaseException | None,
+) -> None:
+    """Report the attempt's end to MLflow; publication sends what MLflow does not accept now."""
+    status: RunStatus = "FINISHED"
+    if error is not None:
+        failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
+        status = "FAILED" if failed else "KILLED"
+    try:
+        run_id = forwarder.finish(status, FINAL_FLUSH if error is None else STOP_FLUSH)
+        reason = exit_reason(events, attempt, error)
+        with tracking.errors("take why the run ended"):
+            tracking.client.set_tag(run_id, EXIT_TAG, reason)
+        update_run_page(tracking, run_id, events.parent, forwarder.facts, ending=reason)
+    except Exception as failure:
+        # a failed report must neither hide the training's error nor fail a finished training
+        get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)

@@ -22,7 +22,6 @@ from megacore.finetune.resolve import resolve_ranks
 from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import finetune_stages
 from megacore.ranks.stages import attempt_log, next_attempt
-from tasks._attempt import report_end
 from tasks._cache import (
     StageResult,
     artifact_directory,
@@ -32,7 +31,7 @@ from tasks._cache import (
 )
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._live_run import live_run
+from tasks._live_run import live_run, report_end
 from tasks._mlflow import Dataset, RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor

@@ -23,11 +23,10 @@ from megacore.errors import ConfigError, MegacoreError, WorkspaceError
 from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
-from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_problem, holder_name, stage_task
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._live_run import live_run
+from tasks._live_run import live_run, report_end
 from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor

@@ -1,5 +1,6 @@
-"""Measurements of the machine while a run trains."""
+"""Measurements of the machine while a run trains, and the reason why an attempt ends."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacore.config import RunConfig
-from tasks._live_run import LiveRun, SystemMetrics
+from megacore.errors import PreemptedError, RankLostError, TrainingStoppedError
+from tasks._live_run import LiveRun, SystemMetrics, exit_reason
 from tasks._mlflow import RunFacts, Tracking, ensure_run
 from tasks._mlflow_events import Forwarder
 from tests.tasks.events import EventLog
@@ -93,3 +95,19 @@ def test_run_is_measured_only_if_configured(
             live.poll()
     run_id = forwarder.finish()
     assert bool(steps(tracking, run_id)) == system_metrics
+
+
+def test_exit_reason_comes_from_events_and_error(log: EventLog) -> None:
+    path = log.path
+    assert exit_reason(path, 1, None) == "finished"
+    events = [
+        {"kind": "exit", "attempt": 1, "reason": "signal"},
+        {"kind": "exit", "attempt": 2, "reason": "stop_file"},
+    ]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert exit_reason(path, 1, PreemptedError("x")) == "signal"
+    assert exit_reason(path, 2, TrainingStoppedError("x")) == "stop_file"
+    assert exit_reason(path, 3, TrainingStoppedError("x")) == "TrainingStoppedError"
+    assert exit_reason(path, 2, RankLostError("x")) == "RankLostError"
+    assert exit_reason(path, 1, KeyboardInterrupt()) == "signal", "they saved in the grace"
+    assert exit_reason(path, 3, KeyboardInterrupt()) == "KeyboardInterrupt", "they did not"

@@ -1,7 +1,6 @@
 """Retries of a training: unlimited with progress, else `launch.retries` times."""
 
 import errno
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +27,6 @@ from megacore.errors import (
     WorkspaceError,
 )
 from tasks import _logging, _retry, _stage_runner
-from tasks._attempt import exit_reason
 from tasks._logging import CountedRetries, SentenceFilter
 from tasks._retry import FAILURES_FILE, Failures, counted_failures, pretraining_may_retry
 from tasks.download import download
@@ -36,7 +34,6 @@ from tasks.evaluate import evaluate
 from tasks.finetune import finetune
 from tasks.train import train
 from tests.tasks.conftest import make_config
-from tests.tasks.events import EventLog
 
 
 class FakeRun:
@@ -374,22 +371,6 @@ def test_resume_command_is_quoted_and_has_no_secret(
         "python -m flows.pretrain --conf 'my conf.yaml' -o train.train_iters=50 -o "
         '\'data.source.files=[{"url": "https://***@host/a.jsonl"}]\''
     )
-
-
-def test_exit_reason_comes_from_events_and_error(log: EventLog) -> None:
-    path = log.path
-    assert exit_reason(path, 1, None) == "finished"
-    events = [
-        {"kind": "exit", "attempt": 1, "reason": "signal"},
-        {"kind": "exit", "attempt": 2, "reason": "stop_file"},
-    ]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert exit_reason(path, 1, PreemptedError("x")) == "signal"
-    assert exit_reason(path, 2, TrainingStoppedError("x")) == "stop_file"
-    assert exit_reason(path, 3, TrainingStoppedError("x")) == "TrainingStoppedError"
-    assert exit_reason(path, 2, LOST) == "RankLostError"
-    assert exit_reason(path, 1, KeyboardInterrupt()) == "signal", "they saved in the grace"
-    assert exit_reason(path, 3, KeyboardInterrupt()) == "KeyboardInterrupt", "they did not"
 
 
 def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
