@@ -25,8 +25,7 @@ from megacore.observe.logging import MFU_NAMES
 from megacore.redact import redact, redact_values
 from tasks._mlflow import versions
 from tasks._plots import short_count
-from tasks._report_charts import draw_charts, duration_unit
-from tasks._report_layouts import layouts_chart
+from tasks._report_charts import draw_charts, duration_unit, layouts_chart
 from tasks._run_history import Attempt, RunHistory, SavedCheckpoint, end_of
 from tasks._stage_runner import summarize
 

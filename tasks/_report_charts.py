@@ -1,4 +1,7 @@
-"""SVG charts of a run's report: curves by tokens and training time, and attempts by the clock."""
+"""SVG charts of a run's report.
+
+They show curves by tokens and training time, attempts by the clock, and possible layouts.
+"""
 
 import io
 import math
@@ -9,7 +12,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from megacore.cluster.hosts.hardware import hardware_of
+from megacore.config import RunConfig
+from megacore.errors import MegacoreError
 from megacore.observe.logging import MFU_NAMES, perplexity
+from megacore.plan.draw import search_figure
+from megacore.plan.iteration import Iteration
+from megacore.plan.layouts import layout_of
+from megacore.plan.memory import GIB
+from megacore.plan.search import search_around
+from megacore.plan.throughput import planned_iteration
+from megacore.plan.vocabulary import expected_vocab_size
 from tasks._plots import (
     SMOOTH_COLOR,
     VALID_COLOR,
@@ -20,7 +33,7 @@ from tasks._plots import (
     set_log_scale,
     short_count,
 )
-from tasks._run_history import RunHistory
+from tasks._run_history import Attempt, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +42,7 @@ if TYPE_CHECKING:
 MOST_POINTS = 2000
 """Maximum number of points of a drawn curve."""
 
-SETTINGS: dict[Any, Any] = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megacore",
     "font.size": 12,
@@ -56,6 +69,8 @@ _SHARES = ("acc", "exact_match", "acc_norm", "f1")
 """Metrics of lm-eval between 0 and 1; the first that a task has is drawn."""
 _MOST_SOURCES = 10
 _HEADROOM = 1.08
+_SAME = 0.01
+"""Largest difference, relative to the time that the ranks predicted, of the time predicted here."""
 _WIDE_RANGE = 20.0
 """Ratio of the largest gradient norm to the median from which its axis is logarithmic."""
 _LONG = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -101,6 +116,41 @@ def draw_charts(
     return [chart for chart in drawn if chart is not None]
 
 
+def layouts_chart(config: RunConfig, attempt: Attempt | None) -> Chart | None:
+    """Return the chart of an attempt's possible layouts by predicted time and memory.
+
+    There is none if the attempt was not measured or predicted, if no layout fits, or if its time is
+    predicted otherwise here: this host then differs from the run's.
+    """
+    if attempt is None or not attempt.phases or not attempt.facts.get("predicted_ms"):
+        return None
+    predicted = sum(attempt.facts["predicted_ms"].values()) / 1e3
+    try:
+        iteration = _iteration(config, attempt.facts)
+        result, own = search_around(iteration)
+    except MegacoreError:
+        return None
+    if abs(own.seconds - predicted) > _SAME * predicted:
+        return None
+    from matplotlib import rc_context
+
+    fastest = result.best[0]
+    measured = sum(attempt.phase_ms.values()) / 1e3
+    marks = {
+        "this run, predicted": (own.memory, own.seconds),
+        "this run, measured time": (own.memory, measured),
+    }
+    with rc_context(_SETTINGS):
+        svg = _svg_of(search_figure(result, config.name, marks))
+    return Chart(
+        "Layouts of these ranks",
+        f"The fastest is predicted at {fastest.seconds:.4g} s and {fastest.memory / GIB:.1f} GiB "
+        f"({fastest.choice.name}), this run's at {own.seconds:.4g} s and "
+        f"{own.memory / GIB:.1f} GiB ({own.choice.name}).",
+        svg,
+    )
+
+
 def duration_unit(seconds: float) -> tuple[float, str]:
     """Return the unit in which to show times up to `seconds`: its length in seconds, its name."""
     return next((length, name) for least, length, name in _LONG if seconds >= least)
@@ -118,7 +168,7 @@ def _loss(history: RunHistory) -> Chart | None:
         return Chart(
             "Loss",
             "Training, and the quick validation every train.eval_interval iterations.",
-            svg_of(figure),
+            _svg_of(figure),
         )
 
 
@@ -143,7 +193,7 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
             )
         axes.set_ylabel("PPL (log scale)")
         _legend(axes)
-        return Chart("Perplexity", "Of the weights of each checkpoint.", svg_of(figure))
+        return Chart("Perplexity", "Of the weights of each checkpoint.", _svg_of(figure))
 
 
 def _by_source(history: RunHistory) -> Chart | None:
@@ -179,7 +229,7 @@ def _by_source(history: RunHistory) -> Chart | None:
             "Quick validation of each source of the blend; pale, the estimate of its training loss."
         )
         more_note = f" {more} more sources are not drawn." if more > 0 else ""
-        return Chart("Loss by source", f"{note}{more_note}", svg_of(figure))
+        return Chart("Loss by source", f"{note}{more_note}", _svg_of(figure))
 
 
 def _by_position(history: RunHistory, test: Sequence[Mapping[str, Any]]) -> Chart | None:
@@ -229,7 +279,7 @@ def _by_position(history: RunHistory, test: Sequence[Mapping[str, Any]]) -> Char
             "Perplexity by position",
             "In ranges of positions of equal width: validation of some checkpoints"
             + (", test of the exported one." if len(test) > 1 else "."),
-            svg_of(figure),
+            _svg_of(figure),
         )
 
 
@@ -264,7 +314,7 @@ def _accuracies(history: RunHistory, lm_eval: Mapping[int, Mapping[str, float]])
         note = "Accuracy or exact matches of each task."
         if len(curves) > _MOST_TASKS:
             note += f" {len(curves) - _MOST_TASKS} more are in the table."
-        return Chart("lm-eval", note, svg_of(figure))
+        return Chart("lm-eval", note, _svg_of(figure))
 
 
 def _learning_rate(history: RunHistory) -> Chart | None:
@@ -277,7 +327,7 @@ def _learning_rate(history: RunHistory) -> Chart | None:
         plot_line(axes, rates)
         axes.set_ylim(0, max(rates.values) * _HEADROOM or 1.0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        return Chart("Learning rate", "Of the last update of each log interval.", svg_of(figure))
+        return Chart("Learning rate", "Of the last update of each log interval.", _svg_of(figure))
 
 
 def _gradient_norm(history: RunHistory) -> Chart | None:
@@ -291,7 +341,7 @@ def _gradient_norm(history: RunHistory) -> Chart | None:
             set_log_scale(axes, norms.values)
         else:
             axes.set_ylim(0, max(norms.values) * _HEADROOM or 1.0)
-        return Chart("Gradient norm", "Before clipping.", svg_of(figure))
+        return Chart("Gradient norm", "Before clipping.", _svg_of(figure))
 
 
 def _throughput(history: RunHistory) -> Chart | None:
@@ -312,7 +362,7 @@ def _throughput(history: RunHistory) -> Chart | None:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: unit(value)))
         known = any(curve.values for curve, _, _ in curves[1:])
         note = "" if known else " MFU is not known on this hardware."
-        return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", svg_of(figure))
+        return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", _svg_of(figure))
 
 
 def _attempts(history: RunHistory) -> Chart | None:
@@ -357,7 +407,22 @@ def _attempts(history: RunHistory) -> Chart | None:
         axes.set_ylabel("consumed tokens")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
         note = "By the clock; a new attempt repeats what was trained after the last checkpoint."
-        return Chart("Attempts and restarts", note, svg_of(figure))
+        return Chart("Attempts and restarts", note, _svg_of(figure))
+
+
+def _iteration(config: RunConfig, facts: dict[str, Any]) -> Iteration:
+    """Return the iteration of an attempt on its hosts, which are assumed to be equal."""
+    ranks, hardware = facts["ranks"], hardware_of(config.launch)
+    together = -(-ranks // max(1, len(facts.get("hosts") or ())))
+    vocab_size = expected_vocab_size(config.data.tokenizer)
+    return planned_iteration(
+        config,
+        vocab_size,
+        hardware,
+        layout_of(config, ranks, vocab_size),
+        config.launch.threads_per_rank or max(1, hardware.cores // together),
+        ranks_per_host=together,
+    )
 
 
 @contextmanager
@@ -384,7 +449,7 @@ def _bare_figure(panels: int = 1) -> "Iterator[tuple[Figure, Sequence[Axes]]]":
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with rc_context(SETTINGS):
+    with rc_context(_SETTINGS):
         figure = Figure(figsize=_SIZE, dpi=72)
         FigureCanvasSVG(figure)
         # Equal margins align the charts, and the search for the smallest ones takes long.
@@ -463,7 +528,7 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def svg_of(figure: "Figure") -> str:
+def _svg_of(figure: "Figure") -> str:
     """Return the figure as an element of an HTML page, without metadata and namespaces.
 
     The ids of groups are removed, because they are the same in every figure.

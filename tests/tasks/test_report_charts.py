@@ -1,4 +1,4 @@
-"""Chart of a run's report with the layouts of its ranks."""
+"""Charts of a run's report: the layouts of its ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Hardware
-from tasks import _report_layouts
+from tasks import _report_charts
 from tasks._report import ReportFacts, write_report
-from tasks._report_layouts import layouts_chart
+from tasks._report_charts import layouts_chart
 from tasks._run_history import Attempt
 from tests.tasks.events import EventLog
 
@@ -24,7 +24,7 @@ def _host(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt_of(config: RunConfig, ranks: int, hosts: int = 1, **facts: Any) -> Attempt:
     """Return an attempt that took a tenth longer than its ranks predicted."""
     known: dict[str, Any] = {"ranks": ranks, "hosts": [f"node-{i}" for i in range(hosts)]}
-    prediction = _report_layouts._iteration(config, known).predict()
+    prediction = _report_charts._iteration(config, known).predict()
     known |= {"predicted_ms": prediction.phase_ms} | facts
     times = {"forward-compute": 1.0, "total": 1.1e3 * prediction.seconds}
     return Attempt(1, 0.0, 1.0, 0.0, facts=known, phases=[times])
