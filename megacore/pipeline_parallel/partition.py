@@ -102,7 +102,6 @@ def gpt_chunks(
     style: Literal["balanced", "uniform"] | Sequence[int] = "balanced",
     *,
     layer_cost: float = 1.0,
-    embedding_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> list[ModelChunk]:
     """Return the chunks of a model with one stack of equal layers, in the order of the layers.
@@ -114,8 +113,7 @@ def gpt_chunks(
         style: balanced minimizes the cost of the most expensive stage, uniform gives every chunk
             the same number of layers, and a list holds the number of layers of each chunk.
         layer_cost: cost of one layer, in any unit.
-        embedding_cost: cost of the embedding, in that unit; used only by balanced.
-        head_cost: cost of final norm, output layer and loss.
+        head_cost: cost of final norm, output layer and loss, in that unit; used only by balanced.
 
     Raises:
         ParallelLayoutError: there are fewer layers than chunks, uniform cannot divide the number of
@@ -126,7 +124,7 @@ def gpt_chunks(
         if style == "uniform":
             sizes: Sequence[int] = (num_layers // (stages * chunks),) * (stages * chunks)
         else:
-            sizes = _balanced(num_layers, stages, chunks, layer_cost, embedding_cost, head_cost)
+            sizes = _balanced(num_layers, stages, chunks, layer_cost, head_cost)
     else:
         _check_list(style, num_layers, stages, chunks)
         sizes = style
@@ -143,12 +141,11 @@ def _balanced(
     stages: int,
     chunks: int,
     layer_cost: float,
-    embedding_cost: float,
     head_cost: float,
 ) -> tuple[int, ...]:
     """Return the balanced number of equal layers of each chunk; arguments as in `gpt_chunks`."""
     costs = [layer_cost] * num_layers
-    parts = partition([costs], stages, chunks=chunks, first=embedding_cost, last=head_cost)
+    parts = partition([costs], stages, chunks=chunks, last=head_cost)
     return tuple(len(layers) for (layers,) in parts)
 
 
@@ -323,7 +320,6 @@ def partition(
     stages: int,
     *,
     chunks: int = 1,
-    first: float = 0.0,
     last: float = 0.0,
 ) -> list[tuple[range, ...]]:
     """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
@@ -338,7 +334,6 @@ def partition(
         stacks: cost of each layer of each stack, such as an encoder's and a decoder's.
         stages: number of stages (pp).
         chunks: parts per stage (v).
-        first: cost of the first part in addition to its layers.
         last: cost of the last part in addition to its layers; if positive, the last part may have
             no layers.
 
@@ -353,7 +348,7 @@ def partition(
         raise ParallelLayoutError(
             f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1"
         )
-    problem = _Problem.of(costs, stages, chunks, first, last)
+    problem = _Problem.of(costs, stages, chunks, last)
     sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
     starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
     return [
@@ -378,13 +373,10 @@ class _Problem:
     """Minimum number of layers of each part."""
 
     @classmethod
-    def of(
-        cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float
-    ) -> "_Problem":
+    def of(cls, costs: Sequence[float], stages: int, chunks: int, last: float) -> "_Problem":
         """Return the problem that `partition` describes."""
-        parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
+        parts, total = stages * chunks, (sum(costs) + last) or 1.0
         extra, least = [0.0] * parts, [1] * parts
-        extra[0] += first / total
         extra[-1] += last / total
         if last > 0 and parts > 1:
             least[-1] = 0

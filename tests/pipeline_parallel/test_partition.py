@@ -26,12 +26,11 @@ def divisions(layers: int, parts: int, *, empty_last: bool) -> Iterator[tuple[in
 
 
 def stage_costs(
-    costs: Sequence[float], sizes: Sequence[int], stages: int, first: float, last: float
+    costs: Sequence[float], sizes: Sequence[int], stages: int, last: float
 ) -> tuple[list[float], list[float]]:
     """Return the cost of every stage and of every part."""
     ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     parts = [sum(costs[begin:end]) for begin, end in ends]
-    parts[0] += first
     parts[-1] += last
     return [sum(parts[stage::stages]) for stage in range(stages)], parts
 
@@ -41,19 +40,16 @@ def sizes_of(chunks: Sequence[ModelChunk]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("last", [0.0, 0.6, 2.7, 9.0])
-@pytest.mark.parametrize("first", [0.0, 1.3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_unequal_layers_are_divided_as_well_as_brute_force_does(
-    stages: int, first: float, last: float
-) -> None:
+def test_unequal_layers_are_divided_as_well_as_brute_force_does(stages: int, last: float) -> None:
     costs = [1.0, 2.5, 0.5, 3.0, 1.0, 1.0, 2.0, 0.25]
-    parts = partition([costs], stages, first=first, last=last)
+    parts = partition([costs], stages, last=last)
     sizes = tuple(len(layers) for (layers,) in parts)
     best = min(
-        max(stage_costs(costs, each, stages, first, last)[0])
+        max(stage_costs(costs, each, stages, last)[0])
         for each in divisions(len(costs), stages, empty_last=last > 0)
     )
-    assert max(stage_costs(costs, sizes, stages, first, last)[0]) == pytest.approx(best)
+    assert max(stage_costs(costs, sizes, stages, last)[0]) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("head", [0.0, 0.5, 1.0, 2.7, 6.2])
@@ -64,12 +60,10 @@ def test_unequal_layers_are_divided_as_well_as_brute_force_does(
 def test_interleaved_stages_are_as_even_as_brute_force_finds(
     layers: int, stages: int, chunks: int, head: float
 ) -> None:
-    sizes = sizes_of(
-        gpt_chunks(layers, stages, chunks, layer_cost=1.0, embedding_cost=0.2, head_cost=head)
-    )
+    sizes = sizes_of(gpt_chunks(layers, stages, chunks, layer_cost=1.0, head_cost=head))
 
     def largest(each: Sequence[int]) -> float:
-        return round(max(stage_costs([1.0] * layers, each, stages, 0.2, head)[0]), 9)
+        return round(max(stage_costs([1.0] * layers, each, stages, head)[0]), 9)
 
     assert largest(sizes) == min(
         map(largest, divisions(layers, stages * chunks, empty_last=head > 0))
@@ -97,14 +91,10 @@ def test_balanced_partition_counts_the_head(
     assert sizes_of(gpt_chunks(layers, stages, chunks, head_cost=head)) == sizes
 
 
-def test_the_embedding_counts_on_the_first_stage() -> None:
-    assert sizes_of(gpt_chunks(8, 2, embedding_cost=3.0, head_cost=1.0)) == (3, 5)
-
-
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e15])
 def test_the_unit_of_costs_does_not_matter(unit: float) -> None:
-    chunks = gpt_chunks(22, 3, 2, layer_cost=unit, embedding_cost=0.1 * unit, head_cost=2.7 * unit)
-    assert chunks == gpt_chunks(22, 3, 2, embedding_cost=0.1, head_cost=2.7)
+    chunks = gpt_chunks(22, 3, 2, layer_cost=unit, head_cost=2.7 * unit)
+    assert chunks == gpt_chunks(22, 3, 2, head_cost=2.7)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (3, 3)])
@@ -133,7 +123,7 @@ def test_an_encoder_and_a_decoder_are_divided_in_order() -> None:
 def test_interleaved_stages_of_an_encoder_and_a_decoder_are_nearly_even() -> None:
     costs = [1.0] * 16 + [1.5] * 16
     parts = partition([costs[:16], costs[16:]], 4, chunks=2, last=3.0)
-    loads, _ = stage_costs(costs, [sum(map(len, part)) for part in parts], 4, 0.0, 3.0)
+    loads, _ = stage_costs(costs, [sum(map(len, part)) for part in parts], 4, 3.0)
     assert max(loads) - sum(loads) / 4 <= 0.5
 
 
@@ -193,7 +183,7 @@ def test_fewer_layers_than_parts_are_refused() -> None:
 
 def test_128_layers_over_64_chunks_are_balanced() -> None:
     sizes = sizes_of(gpt_chunks(128, 16, 4, head_cost=2.5))
-    loads, parts = stage_costs([1.0] * 128, sizes, 16, 0.0, 2.5)
+    loads, parts = stage_costs([1.0] * 128, sizes, 16, 2.5)
     assert (max(loads), max(parts)) == (9.0, 3.0)
 
 
