@@ -269,8 +269,6 @@ class Rules:
     exact: Table
     families: tuple[tuple[str, Rule], ...] = ()
     """Regular expressions of names, tried in order after `exact`."""
-    booleans: frozenset[str] = frozenset()
-    """Flags that take no value."""
 
     def rule(self, name: str) -> Rule | None:
         """Return the rule of a setting; None if the program does not know it."""

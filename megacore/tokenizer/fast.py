@@ -163,12 +163,11 @@ class GigatokenEncoder:
 
         Raises the errors of gigatoken if it is missing or refuses the JSON.
         """
-        self.rebuilds = 0
+        self.generation = 0
         """Number of times that the tokenizers were created again."""
         self._json = tokenizer_json
         self._limit = max(workers, 2) * _CACHE_BYTES
         self._lock = threading.Lock()
-        self._generation = 0
         self._idle = [self._make(0)]
         self._old = 0  # instances of earlier generations that are still in use
         self._busy = 0
@@ -200,7 +199,7 @@ class GigatokenEncoder:
     def _take(self) -> _Instance:
         with self._lock:
             self._busy += 1
-            generation = self._generation
+            generation = self.generation
             if self._idle:
                 return self._idle.pop()
         try:
@@ -214,14 +213,13 @@ class GigatokenEncoder:
         resident = anonymous_memory()
         with self._lock:
             self._busy -= 1
-            current = instance.generation == self._generation
+            current = instance.generation == self.generation
             if current:
                 self._idle.append(instance)
             else:
                 self._old -= 1
             if self._baseline is not None and resident - self._baseline > self._limit:
-                self._generation += 1
-                self.rebuilds += 1
+                self.generation += 1
                 self._old = self._busy
                 self._idle.clear()
                 self._baseline = None

@@ -210,7 +210,7 @@ def test_tokenizers_are_rebuilt_when_memory_grows(
     ):
         memory["bytes"] = used
         assert np.array_equal(encoder.encode_flat(TEXTS).ids, expected)
-        assert encoder.rebuilds == rebuilds, used
+        assert encoder.generation == rebuilds, used
     assert generations == [1, 2]
 
 
@@ -221,7 +221,7 @@ def test_memory_of_other_owners_causes_only_one_rebuild(
     memory["bytes"] = 20 * fast._CACHE_BYTES
     for _ in range(5):
         encoder.encode_flat(TEXTS)
-    assert encoder.rebuilds == 1
+    assert encoder.generation == 1
 
 
 def test_a_tokenizer_of_an_old_generation_is_dropped_after_use(
@@ -233,7 +233,7 @@ def test_a_tokenizer_of_an_old_generation_is_dropped_after_use(
     busy = encoder._take()
     memory["bytes"] = 3 * fast._CACHE_BYTES
     encoder.encode_flat(TEXTS)
-    assert encoder.rebuilds == 1
+    assert encoder.generation == 1
     encoder._give_back(busy)
     memory["bytes"] = 0
     encoder.encode_flat(TEXTS)
