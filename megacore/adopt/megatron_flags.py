@@ -1,6 +1,12 @@
 """Tables of the flags of Megatron-LM and of Megatron-DeepSpeed."""
 
 from megacore.adopt.rules import (
+    DECIDES_DATA,
+    DECIDES_START,
+    ONLY_LOADING,
+    ONLY_LOGGING,
+    ONLY_PROCESSES,
+    ONLY_SPEED,
     Absent,
     Choice,
     Joint,
@@ -19,19 +25,13 @@ _SCHEDULE = Joint("it decides the learning-rate schedule")
 _SCALING = Joint("it decides how rotary positions are scaled")
 _WIDTH = Joint("it decides the MLP's width and activation")
 _POSITIONS = Joint("it decides the position embedding")
-_DATA = Joint("it decides the data")
 _TOKENIZER = Joint("it decides the tokenizer")
 _RECOMPUTE = Joint("it decides what is recomputed")
-_START = Joint("it decides what the run starts from")
 _ZERO = Joint("it decides ZeRO")
 _PRECISION = Joint("it decides the precision")
 
-_SPEED = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
 _COMMUNICATION = NoEffect("it changes when ranks communicate, not what; it is always done here")
-_LOGGING = NoEffect("metrics go to events.jsonl, MLflow and, with tracking.tensorboard, there")
 _FORMAT = NoEffect("checkpoints have one form, which any layout loads")
-_LOADER = NoEffect("samples are read from memory maps in the order of the index maps")
-_PROCESS = NoEffect("the section launch starts and supervises the processes")
 _FOR_EXPERTS = NoEffect("it is for experts, of which there are none without --num-experts")
 
 _DENSE = "a dense model: leave out the flags of experts"
@@ -227,17 +227,17 @@ TRAINING: dict[str, Rule] = {
     "--persistent-save-interval": Joint("it decides the intervals of checkpoints"),
     "--save-retain-interval": To("checkpoint.keep_every", integer),
     "--async-save": On("checkpoint.asynchronous"),
-    "--save": _START,
-    "--load": _START,
-    "--pretrained-checkpoint": _START,
-    "--finetune": _START,
-    "--no-load-optim": _START,
-    "--no-load-rng": _START,
-    "--no-load-lr-state": _START,
-    "--reset-iteration": _START,
-    "--universal-checkpoint": _START,
-    "--load-tag": _START,
-    "--ckpt-step": _START,
+    "--save": DECIDES_START,
+    "--load": DECIDES_START,
+    "--pretrained-checkpoint": DECIDES_START,
+    "--finetune": DECIDES_START,
+    "--no-load-optim": DECIDES_START,
+    "--no-load-rng": DECIDES_START,
+    "--no-load-lr-state": DECIDES_START,
+    "--reset-iteration": DECIDES_START,
+    "--universal-checkpoint": DECIDES_START,
+    "--load-tag": DECIDES_START,
+    "--ckpt-step": DECIDES_START,
     "--no-save-optim": Absent("checkpoints without optimizer state", "checkpoint.keep_last"),
     "--no-save-rng": Absent("checkpoints without random state", "complete checkpoints"),
     "--use-checkpoint-args": Absent("a model read from a checkpoint", "megacore import"),
@@ -268,10 +268,10 @@ RECOMPUTATION: dict[str, Rule] = {
     "--distribute-saved-activations": NoEffect("it divides stored activations: memory only"),
     "--distribute-checkpointed-activations": NoEffect("it divides stored activations: memory only"),
     "--partition-activations": NoEffect("it divides stored activations: memory only"),
-    "--contigious-checkpointing": _SPEED,
+    "--contigious-checkpointing": ONLY_SPEED,
     "--checkpoint-in-cpu": NoEffect("it moves stored activations to host memory: memory only"),
-    "--synchronize-each-layer": _SPEED,
-    "--profile-backward": _LOGGING,
+    "--synchronize-each-layer": ONLY_SPEED,
+    "--profile-backward": ONLY_LOGGING,
 }
 
 PARALLEL: dict[str, Rule] = {
@@ -315,9 +315,9 @@ PARALLEL: dict[str, Rule] = {
     "--ddp-bucket-size": NoEffect("the size of buckets is parallel.grad_reduce_bucket_mb"),
     "--distributed-backend": NoEffect("it is nccl with GPUs, gloo without"),
     "--distributed-timeout-minutes": NoEffect("launch.stall_limit ends a job without progress"),
-    "--local-rank": _PROCESS,
-    "--local_rank": _PROCESS,
-    "--lazy-mpu-init": _PROCESS,
+    "--local-rank": ONLY_PROCESSES,
+    "--local_rank": ONLY_PROCESSES,
+    "--lazy-mpu-init": ONLY_PROCESSES,
     "--standalone-embedding-stage": Absent(
         "a pipeline stage of the embedding only", "parallel.pipeline_partition balanced"
     ),
@@ -325,22 +325,22 @@ PARALLEL: dict[str, Rule] = {
 }
 
 DATA: dict[str, Rule] = {
-    "--data-path": _DATA,
-    "--train-data-path": _DATA,
-    "--valid-data-path": _DATA,
-    "--test-data-path": _DATA,
+    "--data-path": DECIDES_DATA,
+    "--train-data-path": DECIDES_DATA,
+    "--valid-data-path": DECIDES_DATA,
+    "--test-data-path": DECIDES_DATA,
     "--split": Joint("it decides the data's split"),
     "--data-impl": Absent("this form of data", "Megatron's mmap form", ("mmap", "infer")),
     "--mock-data": Absent("made-up data", "data.source of kind source_tree or prefix"),
     "--data-args-path": Absent("a file of data paths", "data.blend"),
     "--per-split-data-args-path": Absent("a file of data paths", "data.split_blends"),
-    "--data-cache-path": _LOADER,
-    "--no-mmap-bin-files": _LOADER,
-    "--mmap-warmup": _LOADER,
-    "--num-workers": _LOADER,
-    "--no-data-sharding": _LOADER,
-    "--num-dataset-builder-threads": _LOADER,
-    "--no-create-attention-mask-in-dataloader": _LOADER,
+    "--data-cache-path": ONLY_LOADING,
+    "--no-mmap-bin-files": ONLY_LOADING,
+    "--mmap-warmup": ONLY_LOADING,
+    "--num-workers": ONLY_LOADING,
+    "--no-data-sharding": ONLY_LOADING,
+    "--num-dataset-builder-threads": ONLY_LOADING,
+    "--no-create-attention-mask-in-dataloader": ONLY_LOADING,
     "--dataloader-type": Absent("this order of samples", "one pass in shuffled order", ("single",)),
     "--reset-position-ids": On("data.reset_position_ids"),
     "--reset-attention-mask": On("data.reset_attention_mask"),
@@ -365,8 +365,8 @@ DATA: dict[str, Rule] = {
     "--vocab-extra-ids": Joint("it decides the sentinels of the vocabulary"),
     "--tiktoken-pattern": Joint("it decides the tokenizer"),
     "--trust-remote-code": NoEffect("a tokenizer is a file and runs no code"),
-    "--repeated-dataloader": _LOADER,
-    "--use-dataset-only": _LOADER,
+    "--repeated-dataloader": ONLY_LOADING,
+    "--use-dataset-only": ONLY_LOADING,
 }
 
 DEEPSPEED: dict[str, Rule] = {
@@ -381,11 +381,11 @@ DEEPSPEED: dict[str, Rule] = {
         "the size of buckets is parallel.grad_reduce_bucket_mb"
     ),
     "--remote-device": Absent("weights on another device", "deepspeed.offload_param", ("none",)),
-    "--use-pin-memory": _SPEED,
+    "--use-pin-memory": ONLY_SPEED,
     "--cpu-optimizer": Joint("it decides the optimizer's place"),
-    "--cpu_torch_adam": _SPEED,
-    "--ds_fused_adam": _SPEED,
-    "--deepspeed_mpi": _PROCESS,
+    "--cpu_torch_adam": ONLY_SPEED,
+    "--ds_fused_adam": ONLY_SPEED,
+    "--deepspeed_mpi": ONLY_PROCESSES,
     "--num-experts": Absent("mixture of experts", _DENSE, ("1",)),
     "--mlp-type": Absent("residual experts", _DENSE, ("standard",)),
     "--topk": _FOR_EXPERTS,
@@ -405,10 +405,10 @@ DEEPSPEED: dict[str, Rule] = {
     "--compression-training": Absent("compression", "training of all weights"),
     "--ds-inference": _INFERENCE,
     "--inference": _INFERENCE,
-    "--disable-mem-efficient-ln": _SPEED,
+    "--disable-mem-efficient-ln": ONLY_SPEED,
     "--aml-data-download-path": Absent("a download of data", "data.source of kind http or hub"),
     "--kill-switch-file": Absent("a file that ends the run", "megacore stop"),
-    "--return-data-index": _LOADER,
+    "--return-data-index": ONLY_LOADING,
 }
 
 FAMILIES: tuple[tuple[str, Rule], ...] = (
@@ -459,7 +459,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"--(log-|tensorboard|timing|wandb|one-logger|app-tag|otel|no-one-logger|straggler|no-log).*"
         r"|--(logging-level|enable-one-logger|no-barrier.*|memory-snapshot-path"
         r"|record-memory-history|use-pytorch-profiler|profile-ranks|nvtx-ranges)",
-        _LOGGING,
+        ONLY_LOGGING,
     ),
     (
         r"--(ckpt|dist-ckpt|use-dist-ckpt|auto-detect-ckpt|no-ckpt|non-persistent|use-persistent|"
@@ -480,7 +480,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"te-rng-tracker|use-te-rng|cpu-offloading|fine-grained|use-precision-aware|main-grads-dtype|"
         r"no-check-for-nan|check-for|rerun-mode|error-injection|gc-|use-transformer-engine-op|"
         r"batch-invariant|force-balance|squared-relu-fusion).*",
-        _SPEED,
+        ONLY_SPEED,
     ),
     (
         r"--(no-)?(tokenizer-|use-tokenizer-model|model-temperature).*",
@@ -491,12 +491,12 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         NoEffect("it is for fp8, which --fp8-format turns on"),
     ),
     (r"--no-rl-.*", _NO_RL),
-    (r"--(decode-only|disable-straggler|check-weight-hash).*", _SPEED),
+    (r"--(decode-only|disable-straggler|check-weight-hash).*", ONLY_SPEED),
     (r"--export-.*|--(en|dis)able-modelopt.*", NoEffect("it is for the export of checkpoints")),
     (
         r"--(adlr|inprocess|enable-ft|ft-|calc-ft|fault|run-workload|distributed-init|"
         r"disable-jit|enable-experimental|enable-msc|disable-msc|logits-save|modelopt).*",
-        _PROCESS,
+        ONLY_PROCESSES,
     ),
 )
 
@@ -542,7 +542,7 @@ RARE: tuple[tuple[str, Rule], ...] = (
         r"overlap-cpu|optimizer-offload|min-offloaded|offload|activation-offload|delay-offload|"
         r"delta-offload|no-cpu-offload|cache-mla|disable-mamba|disable-parameter|flash-attention|"
         r"mlp-chunks|num-microbatches-with|mla-down|gpu-sniff|wgrad-deferral|optimizer-cuda).*",
-        _SPEED,
+        ONLY_SPEED,
     ),
     (
         r"--(async-|distrib-optim|most-recent-k|load-main-params|save-(tokenizer|config|params|"
@@ -553,12 +553,12 @@ RARE: tuple[tuple[str, Rule], ...] = (
         r"--(flight-recorder|no-flight|pytorch-profiler|record-shapes|memory-keys|modules-to-filter|"
         r"no-filter|set-level|runtime-time|throughput|config-logger|result-rejected|dump-param|"
         r"test-mode).*",
-        _LOGGING,
+        ONLY_LOGGING,
     ),
     (r"--(bert-embedder-type|output-bert-embeddings|chat-template|sft-tokenizer.*)", _INFERENCE),
     (
         r"--(dataloader-|mid-level|object-storage|allow-ambiguous|tiktoken-|use-gigatoken).*",
-        _LOADER,
+        ONLY_LOADING,
     ),
     (
         r"--(suggested-communication|symmetric-ar|pipeline-model-parallel-comm|create-all-gather|"

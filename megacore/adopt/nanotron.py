@@ -6,6 +6,9 @@ from typing import Any
 from megacore.adopt.check import ForeignModel
 from megacore.adopt.data import MOST_ENTRIES, UNNAMED
 from megacore.adopt.rules import (
+    DECIDES_DATA,
+    DECIDES_START,
+    ONLY_SPEED,
     Absent,
     Choice,
     Draft,
@@ -23,16 +26,15 @@ from megacore.adopt.rules import (
     positive,
     require,
     sources,
+    value_of,
     word,
 )
 from megacore.config.parallel import ZERO_STAGES
 from megacore.foreign.files import leaves
 
 DEFAULT = "nanotron's default"
-_KERNEL = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
 _IDS = NoEffect("special tokens are those of the tokenizer")
 _MODEL, _RATE = "model.model_config.", "optimizer.learning_rate_scheduler."
-_STAGES = Joint("it decides the data")
 _UNREAD_SCALING = Absent(
     "scaled rotary positions, which nanotron itself does not compute from this key",
     "model.rope_scaling",
@@ -74,7 +76,7 @@ TABLE: dict[str, Rule] = {
     "model.init_method.std": To("model.init_method_std", number),
     "model.init_method.scaling_method": Absent("this scaling", "NUM_LAYERS", ("num_layers",)),
     "model.init_method.use_mup": Absent("µP", "model.init_method.std"),
-    "model.init_method.path": Joint("it decides what the run starts from"),
+    "model.init_method.path": DECIDES_START,
     "model.dtype": Choice(
         "train.precision",
         {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"},
@@ -115,20 +117,20 @@ TABLE: dict[str, Rule] = {
     "optimizer.zero_stage": Joint("it decides ZeRO"),
     "optimizer.accumulate_grad_in_fp32": NoEffect("gradients are always accumulated in fp32"),
     "checkpoints.checkpoint_interval": To("checkpoint.save_interval", integer),
-    "checkpoints.resume_checkpoint_path": Joint("it decides what the run starts from"),
+    "checkpoints.resume_checkpoint_path": DECIDES_START,
     "general.seed": To("seed", integer),
     "logging.iteration_step_info_interval": To("train.log_interval", integer),
     "tokenizer.tokenizer_name_or_path": Joint("it decides the tokenizer"),
     "tokenizer.tokenizer_revision": Joint("it decides the tokenizer"),
     "doremi": Absent("weights of domains that are learned", "data.blend"),
-    "data_stages": _STAGES,
+    "data_stages": DECIDES_DATA,
 }
 for _place in ("optimizer.", "optimizer.optimizer_factory."):
     TABLE |= {
         f"{_place}adam_beta1": To("optim.adam_beta1", number),
         f"{_place}adam_beta2": To("optim.adam_beta2", number),
         f"{_place}adam_eps": To("optim.adam_eps", number),
-        f"{_place}torch_adam_is_fused": _KERNEL,
+        f"{_place}torch_adam_is_fused": ONLY_SPEED,
         f"{_place}name": Absent(
             "other optimizers than AdamW",
             "adamW, or optim.name: muon in the file",
@@ -147,7 +149,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
     (rf"{_MODEL}(bos|eos|pad)_token_id", _IDS),
     (
         rf"{_MODEL}(_fused|_attn|_use_qkv|log_attn|ring_attn).*|parallelism\.(tp_linear|tp_recompute|moe_layer).*",
-        _KERNEL,
+        ONLY_SPEED,
     ),
     (r"model\.init_method\..*", Absent("this initialization", "model.init_method.std")),
     (
@@ -196,11 +198,6 @@ def translate(settings: Settings, draft: Draft) -> None:
     NANOTRON.finish(list(settings), draft)
 
 
-def _value(settings: Settings, name: str, default: Any = None) -> Any:
-    setting = settings.get(name)
-    return default if setting is None or setting.value is None else setting.value
-
-
 def _whole(settings: Settings, draft: Draft, name: str, default: int, least: int = 0) -> int:
     """Return the whole number of a key; `default` if it is absent, null or rejected."""
     setting = settings.get(name)
@@ -231,7 +228,7 @@ def _model(settings: Settings, draft: Draft) -> None:
         if name not in draft.values and f"{_MODEL}{key}" not in settings:
             draft.put(name, default, DEFAULT)
     tied = settings.get(f"{_MODEL}tie_word_embeddings")
-    untied = not _value(settings, f"{_MODEL}tie_word_embeddings", False)
+    untied = not value_of(settings, f"{_MODEL}tie_word_embeddings", False)
     draft.put("model.untie_embeddings_and_output_weights", untied, tied or DEFAULT)
     enabled, loss = (
         settings.get(f"{_MODEL}z_loss_enabled"),
@@ -268,7 +265,7 @@ def _model(settings: Settings, draft: Draft) -> None:
 
 def _qwen2(settings: Settings, draft: Draft) -> None:
     """Set what only nanotron's Qwen2 computes: biases of q, k and v, and divided positions."""
-    is_qwen2 = bool(_value(settings, f"{_MODEL}is_qwen2_config", False))
+    is_qwen2 = bool(value_of(settings, f"{_MODEL}is_qwen2_config", False))
     near = "model_config with is_qwen2_config: true"
     bias = settings.get(f"{_MODEL}attention_bias")
     if bias is not None and not bias.value:
@@ -282,7 +279,7 @@ def _qwen2(settings: Settings, draft: Draft) -> None:
         return
     if factor.value is None:
         draft.ignore(factor, "it requests nothing")
-    elif is_qwen2 and _value(settings, f"{_MODEL}_use_qkv_packed", True):
+    elif is_qwen2 and value_of(settings, f"{_MODEL}_use_qkv_packed", True):
         divisor = number_of(factor, draft, "model.rope_scaling.factor")
         if divisor is not None:
             draft.put("model.rope_scaling.kind", "linear", factor)
@@ -349,7 +346,7 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     )
     begin = _whole(settings, draft, f"{_RATE}lr_decay_starting_step", warmup)
     steps = _whole(settings, draft, f"{_RATE}lr_decay_steps", total - begin)
-    style = word(_value(settings, f"{_RATE}lr_decay_style", "linear"))
+    style = word(value_of(settings, f"{_RATE}lr_decay_style", "linear"))
     origins = [each for each in (style_s, steps_s, start_s, warmup_s) if each is not None]
     if begin > warmup:
         shape = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}.get(style)
@@ -506,7 +503,7 @@ def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
     """Return the sizes by nanotron's keys; None if one is not written."""
     try:
         hidden, heads = _count(settings, "hidden_size"), _count(settings, "num_attention_heads")
-        groups = _value(settings, f"{_MODEL}num_key_value_heads", heads)
+        groups = value_of(settings, f"{_MODEL}num_key_value_heads", heads)
         return ForeignModel(
             family="gpt",
             layers=_count(settings, "num_hidden_layers"),
@@ -519,13 +516,13 @@ def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
             attention_bias=False,
             mlp_bias=False,
             norm_bias=False,
-            qkv_bias=bool(_value(settings, f"{_MODEL}attention_bias", False)),
-            untied=not _value(settings, f"{_MODEL}tie_word_embeddings", False),
+            qkv_bias=bool(value_of(settings, f"{_MODEL}attention_bias", False)),
+            untied=not value_of(settings, f"{_MODEL}tie_word_embeddings", False),
             positions=0,
-            sequence=int(_value(settings, "tokens.sequence_length", 0)),
+            sequence=int(value_of(settings, "tokens.sequence_length", 0)),
             vocabulary=_count(settings, "vocab_size"),
-            multiple=int(_value(settings, "model.make_vocab_size_divisible_by", 1))
-            * int(_value(settings, "parallelism.tp", 1)),
+            multiple=int(value_of(settings, "model.make_vocab_size_divisible_by", 1))
+            * int(value_of(settings, "parallelism.tp", 1)),
             batch=batch,
         )
     except (ValueError, TypeError, AttributeError, ArithmeticError):

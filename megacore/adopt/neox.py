@@ -17,6 +17,7 @@ from megacore.adopt.rules import (
     number_of,
     require,
     sources,
+    value_of,
     word,
 )
 from megacore.adopt.zero import put_scale, put_stage, read_json
@@ -57,11 +58,6 @@ def translate(settings: Settings, draft: Draft) -> None:
     _data(settings, draft)
     _start(settings, draft)
     NEOX.finish(list(settings), draft)
-
-
-def _value(settings: Settings, name: str, default: Any) -> Any:
-    setting = settings.get(name)
-    return default if setting is None or setting.value is None else setting.value
 
 
 def _model(settings: Settings, draft: Draft) -> None:
@@ -141,14 +137,14 @@ def _kinds(value: Any) -> list[Any]:
 
 def inner_width(settings: Settings) -> int:
     """Return the width of the MLP after its activation, as NeoX computes it."""
-    hidden = int(_value(settings, "hidden_size", 0))
-    multiple = int(_value(settings, "mlp_multiple_of", 1))
-    expansion = _value(settings, "expansion_factor", None)
-    width = _value(settings, "intermediate_size", None)
+    hidden = int(value_of(settings, "hidden_size", 0))
+    multiple = int(value_of(settings, "mlp_multiple_of", 1))
+    expansion = value_of(settings, "expansion_factor", None)
+    width = value_of(settings, "intermediate_size", None)
     if width is None:
         width = int(float(expansion) * hidden) if expansion is not None else 4 * hidden
     width = int(width)
-    if str(_value(settings, "activation", "gelu")) in (
+    if str(value_of(settings, "activation", "gelu")) in (
         "swiglu",
         "geglu",
         "reglu",
@@ -161,9 +157,9 @@ def inner_width(settings: Settings) -> int:
 
 def _mlp(settings: Settings, draft: Draft) -> None:
     activation, fused = settings.get("activation"), settings.get("bias_gelu_fusion")
-    name = str(_value(settings, "activation", "gelu")).lower()
+    name = str(value_of(settings, "activation", "gelu")).lower()
     if name == "gelu":
-        tanh = bool(_value(settings, "bias_gelu_fusion", False))
+        tanh = bool(value_of(settings, "bias_gelu_fusion", False))
         origins = sources(activation, fused, default=DEFAULT)
         draft.put("model.activation", "gelu_tanh" if tanh else "gelu", *origins)
     elif name in ("swiglu", "geglu", "relu"):
@@ -200,8 +196,8 @@ def _first_weights(settings: Settings, draft: Draft) -> None:
     inner, outer = settings.get("init_method"), settings.get("output_layer_init_method")
     std, hidden = settings.get("init_method_std"), draft.get("model.hidden_size", 1)
     layers = draft.get("model.num_layers", 1)
-    kind = str(_value(settings, "init_method", "normal"))
-    residual = str(_value(settings, "output_layer_init_method", "scaled_normal"))
+    kind = str(value_of(settings, "init_method", "normal"))
+    residual = str(value_of(settings, "output_layer_init_method", "scaled_normal"))
     deviation = number_of(std, draft, "model.init_method_std")
     normal = 0.02 if deviation is None else deviation
     deviations = {
@@ -256,7 +252,7 @@ def _layout(settings: Settings, draft: Draft) -> None:
     if "train.precision" not in draft.values:
         named = settings.get("precision")
         kind = {"bfloat16": "bf16", "fp16": "fp16", "fp32": "fp32"}.get(
-            str(_value(settings, "precision", "fp32"))
+            str(value_of(settings, "precision", "fp32"))
         )
         draft.put("train.precision", kind or "fp32", named or DEFAULT)
     named = settings.get("precision")
@@ -390,7 +386,7 @@ def _data(settings: Settings, draft: Draft) -> None:
     if split is not None and "data.split_blends.train" in draft.values:
         draft.ignore(split, "each split has its own data")
     elif "data.split_blends.train" not in draft.values:
-        text = str(_value(settings, "split", "969,30,1")).replace(" ", "")
+        text = str(value_of(settings, "split", "969,30,1")).replace(" ", "")
         put_split(draft, text, split or DEFAULT)
     draft.put("data.index_style", "neox", "GPT-NeoX's order of samples")
     draft.put("data.shuffle_documents", False, "GPT-NeoX keeps the order of documents")
@@ -448,30 +444,30 @@ def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
     """Return the sizes by NeoX's keys and defaults; None if one is not written."""
     try:
         hidden, heads = (
-            int(_value(settings, "hidden_size", 0)),
-            int(_value(settings, "num_attention_heads", 0)),
+            int(value_of(settings, "hidden_size", 0)),
+            int(value_of(settings, "num_attention_heads", 0)),
         )
-        norm = str(_value(settings, "norm", "layernorm"))
+        norm = str(value_of(settings, "norm", "layernorm"))
         return ForeignModel(
             family="gpt",
-            layers=int(_value(settings, "num_layers", 0)),
+            layers=int(value_of(settings, "num_layers", 0)),
             hidden=hidden,
             heads=heads,
             head_size=hidden // heads,
-            groups=int(_value(settings, "num_kv_heads", heads)),
+            groups=int(value_of(settings, "num_kv_heads", heads)),
             inner=inner_width(settings),
-            gated=str(_value(settings, "activation", "gelu")) in ("swiglu", "geglu"),
-            attention_bias=bool(_value(settings, "use_bias_in_attn_linear", True)),
-            mlp_bias=bool(_value(settings, "use_bias_in_mlp", True)),
+            gated=str(value_of(settings, "activation", "gelu")) in ("swiglu", "geglu"),
+            attention_bias=bool(value_of(settings, "use_bias_in_attn_linear", True)),
+            mlp_bias=bool(value_of(settings, "use_bias_in_mlp", True)),
             norm_bias=norm == "layernorm",
-            untied=bool(_value(settings, "no_weight_tying", False)),
-            positions=int(_value(settings, "max_position_embeddings", 0))
-            if _value(settings, "pos_emb", "learned") == "learned"
+            untied=bool(value_of(settings, "no_weight_tying", False)),
+            positions=int(value_of(settings, "max_position_embeddings", 0))
+            if value_of(settings, "pos_emb", "learned") == "learned"
             else 0,
-            sequence=int(_value(settings, "seq_length", 0)),
+            sequence=int(value_of(settings, "seq_length", 0)),
             vocabulary=OTHER_VOCABULARY,
-            multiple=int(_value(settings, "make_vocab_size_divisible_by", 128))
-            * int(_value(settings, "model_parallel_size", 1)),
+            multiple=int(value_of(settings, "make_vocab_size_divisible_by", 128))
+            * int(value_of(settings, "model_parallel_size", 1)),
             batch=replicas_batch,
         )
     except (ValueError, TypeError, ArithmeticError):

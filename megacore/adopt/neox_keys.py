@@ -1,6 +1,12 @@
 """Table of GPT-NeoX's keys."""
 
 from megacore.adopt.rules import (
+    DECIDES_DATA,
+    DECIDES_START,
+    ONLY_LOADING,
+    ONLY_LOGGING,
+    ONLY_PROCESSES,
+    ONLY_SPEED,
     Absent,
     Choice,
     Joint,
@@ -14,17 +20,11 @@ from megacore.adopt.rules import (
     switch,
 )
 
-_KERNEL = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
-_LOGGING = NoEffect("metrics go to events.jsonl, MLflow and, with tracking.tensorboard, there")
-_LAUNCH = NoEffect("the section launch starts and supervises the processes")
-_LOADER = NoEffect("samples are read from memory maps in the order of the index maps")
 _TE = Absent("TransformerEngine's layers and fp8", "train.precision bf16")
 _BATCH = Joint("it decides batch sizes")
-_DATA = Joint("it decides the data")
 _MLP = Joint("it decides the MLP")
 _BIAS = Joint("it decides the biases")
 _INIT = Joint("it decides the first weights")
-_START = Joint("it decides what the run starts from")
 _ZERO = Joint("it is a part of DeepSpeed's JSON")
 _TUNING = Absent("preference data and labels", "the flow finetune")
 _MUP = Absent("µP", "model.init_method_std")
@@ -63,7 +63,7 @@ TABLE: dict[str, Rule] = {
     ),
     "rotary_pct": Joint("it decides the rotary positions"),
     "rotary_emb_base": Joint("it decides the rotary positions"),
-    "rotary_save_freqs_buffer": _KERNEL,
+    "rotary_save_freqs_buffer": ONLY_SPEED,
     "opt_pos_emb_offset": Absent("shifted positions", "model.position_embedding_type"),
     "no_weight_tying": To("model.untie_embeddings_and_output_weights", switch),
     "gpt_j_residual": To("model.parallel_residual", switch),
@@ -134,9 +134,9 @@ TABLE: dict[str, Rule] = {
     "checkpoint_num_layers": NoEffect("each layer's input is stored: memory only"),
     "seed": To("seed", integer),
     "z_loss": To("train.z_loss", number),
-    "data_path": _DATA,
+    "data_path": DECIDES_DATA,
     **{
-        f"{part}_data_{what}": _DATA
+        f"{part}_data_{what}": DECIDES_DATA
         for part in ("train", "valid", "test")
         for what in ("paths", "weights")
     },
@@ -147,16 +147,16 @@ TABLE: dict[str, Rule] = {
     "allow_chopped": NoEffect("it is for documents that are not packed"),
     "train_impl": Absent("training with preferences", "the flow finetune", ("normal",)),
     "dataset_impl": Absent("this data set", "gpt2", ("gpt2",)),
-    "split": _DATA,
+    "split": DECIDES_DATA,
     "eod_mask_loss": To("data.eod_mask_loss", switch),
     "tokenizer_type": Joint("it decides the tokenizer"),
     "vocab_file": Joint("it decides the tokenizer"),
     "merge_file": Joint("it decides the tokenizer"),
-    "save": _START,
-    "load": _START,
-    "finetune": _START,
-    "no_load_optim": _START,
-    "no_load_rng": _START,
+    "save": DECIDES_START,
+    "load": DECIDES_START,
+    "finetune": DECIDES_START,
+    "no_load_optim": DECIDES_START,
+    "no_load_rng": DECIDES_START,
     "no_save_optim": Absent("checkpoints without optimizer state", "checkpoint.keep_last"),
     "no_save_rng": Absent("checkpoints without random state", "complete checkpoints"),
     "checkpoint_validation_with_forward_pass": NoEffect("the gate checks a model"),
@@ -196,22 +196,22 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"(scaled_|layernorm_|rmsnorm_|rope_|bias_dropout_|use_flashattn).*(fusion|swiglu)|fused_.*|use_cpu_initialization|"
         r"partition_activations|synchronize_each_layer|contiguous_checkpointing|checkpoint_in_cpu|"
         r"deepspeed_activation_checkpointing|profile_backward",
-        _KERNEL,
+        ONLY_SPEED,
     ),
     (
         r"(use_wandb|use_comet|use_shared_fs|wandb_|comet_|tensorboard|log_|profile|memory_prof|gradient_noise|steps_per_print|wall_clock|"
         r"git_hash|peak_theo|dump_state|char_level|comms_logger|flops_profiler).*",
-        _LOGGING,
+        ONLY_LOGGING,
     ),
     (
         r"(distributed_backend|local_rank|rank|world_size|lazy_mpu|master_|include|exclude|deepspeed_mpi|"
         r"deepspeed_slurm|deepspeed|user_script|comment|account|force_multi|no_ssh|adlr_|is_pipe|autotuning_run)"
         r".*",
-        _LAUNCH,
+        ONLY_PROCESSES,
     ),
     (
         r"num_workers|mmap_warmup|short_seq_prob|online_data.*|weight_server.*|do_(train|valid|test)|s3_chunk.*",
-        _LOADER,
+        ONLY_LOADING,
     ),
     (
         r"text_gen.*|temperature|top_[pk]|maximum_tokens|prompt_end|sample_.*|num_samples|recompute|eval_(results|tasks).*",

@@ -259,6 +259,13 @@ class Joint(NamedTuple):
 
 Rule = To | On | Choice | NoEffect | Absent | Joint
 Table = Mapping[str, Rule]
+
+DECIDES_DATA = Joint("it decides the data")
+DECIDES_START = Joint("it decides what the run starts from")
+ONLY_SPEED = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
+ONLY_LOGGING = NoEffect("metrics go to events.jsonl, MLflow and, with tracking.tensorboard, there")
+ONLY_LOADING = NoEffect("samples are read from memory maps in the order of the index maps")
+ONLY_PROCESSES = NoEffect("the section launch starts and supervises the processes")
 _OFF = ("false", "none", "null", "0", "", "[]", "{}")
 
 
@@ -395,6 +402,12 @@ def sources(*settings: Setting | None, default: str = "") -> list[Setting | str]
     """Return the settings that are given; the stated default if there is none."""
     present: list[Setting | str] = [setting for setting in settings if setting is not None]
     return present or ([default] if default else [])
+
+
+def value_of(settings: Settings, name: str, default: Any = None) -> Any:
+    """Return the value of a setting; the default if it is absent or null."""
+    setting = settings.get(name)
+    return default if setting is None or setting.value is None else setting.value
 
 
 def number_of(setting: Setting | None, draft: Draft, name: str) -> float | None:
