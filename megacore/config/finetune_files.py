@@ -105,8 +105,8 @@ def _settle(values: dict[str, Any], claim: Claim, claims: dict[str, Claim]) -> N
         section[field] = claim.value
     elif not claim.by_default and not _same(current, claim.value):
         raise ValueError(
-            f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(current)}: change one of "
-            f"them, or remove {claim.field}"
+            f"{claim.clause}{claim.meaning} but {claim.field} is {Claim.shown(current)}: change "
+            f"one of them, or remove {claim.field}"
         )
 
 
@@ -118,10 +118,6 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, int | float) and isinstance(second, int | float):
         return math.isclose(first, second, rel_tol=1e-9)
     return bool(first == second)
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _settings_file(name: str, value: str, roots: Sequence[Path]) -> Path:

@@ -75,6 +75,21 @@ def load_inert(path: Path) -> Any:
     return _dense(content, str(path))
 
 
+def load_inert_mapping(path: Path) -> Mapping[str, Any]:
+    """Load a torch file that holds a dictionary, as `load_inert` does.
+
+    Raises:
+        CheckpointError: for the reasons of `load_inert`, and if the file holds something else.
+        FileAccessError: for the reasons of `load_inert`.
+    """
+    state = load_inert(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint"
+        )
+    return state
+
+
 def load_inert_bytes(archive: bytes, where: str) -> Any:
     """Load what torch.save wrote, without executing anything in it; `where` names it in errors.
 

@@ -6,7 +6,7 @@ source is any mapping from name to tensor, such as a dict or a lazily read check
 at the end build entries that several classes of transformers share.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import ConversionError
 
 Shape = tuple[int, ...]
-_NAMED_AT_ONCE = 4
+NAMED_AT_ONCE = 4
+"""Number of tensors or files that a message names."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +248,15 @@ def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:
 def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str) -> None:
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected]
-    if missing or unknown:
+    differences = [
+        f"{verb} {listed(names)}"
+        for verb, names in (("it lacks", missing), ("it has no place for", unknown))
+        if names
+    ]
+    if differences:
         raise ConversionError(
-            f"{where} is of another model than the configuration: {_listed('it lacks', missing)}"
-            f"{'; ' if missing and unknown else ''}{_listed('it has no place for', unknown)}: "
-            f"give the configuration it was trained with"
+            f"{where} is of another model than the configuration: {'; '.join(differences)}: "
+            "give the configuration it was trained with"
         )
 
 
@@ -265,11 +270,10 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
     return tensor
 
 
-def _listed(text: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _NAMED_AT_ONCE} more" if len(names) > _NAMED_AT_ONCE else ""
-    return f"{text} {', '.join(names[:_NAMED_AT_ONCE])}{more}"
+def listed(names: Sequence[str]) -> str:
+    """Return the first names for a message, and the number of the others."""
+    more = f" and {len(names) - NAMED_AT_ONCE} more" if len(names) > NAMED_AT_ONCE else ""
+    return f"{', '.join(names[:NAMED_AT_ONCE])}{more}"
 
 
 def embedding(spec: ModelSpec, theirs: str) -> Entry:

@@ -24,7 +24,7 @@ from megacore.checkpoint.shard import overlap
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.key_map import Shape, interleaved_rows
+from megacore.convert.key_map import NAMED_AT_ONCE, Shape, interleaved_rows
 from megacore.convert.megatron.args import padded
 from megacore.errors import CheckpointError, ConversionError
 
@@ -43,7 +43,6 @@ _OFF = (
 """Settings that are imported only with a false value or null."""
 _FILE = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+))?\.safetensors")
 _NUMBER = re.compile(r"(?:np\.int\d+\()?(\d+)\)?")
-_NAMED_AT_ONCE = 4
 Splits = dict[str, Callable[[Tensor], Tensor]]
 """Functions from a complete parameter of nanotron to ours, by our name."""
 
@@ -301,7 +300,7 @@ class NanotronTensors(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{where} is of another model than its {CONFIG_NAME} says: it "
                 f"{'lacks' if missing else 'has no place for'} "
-                f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])}: use another checkpoint"
+                f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])}: use another checkpoint"
             )
         for name, parts in parameters.items():
             _check_parts(name, parts, shapes[name], where)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.spec import ModelSpec
-from megacore.convert.deepspeed.files import Saved, checkpoint_directory, open_file, saved_files
-from megacore.convert.key_map import interleaved_rows
+from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
+from megacore.convert.inert import load_inert_mapping
+from megacore.convert.key_map import NAMED_AT_ONCE, interleaved_rows
 from megacore.convert.megatron.args import padded
 from megacore.errors import CheckpointError, ConfigError, ConversionError
 from megacore.foreign.files import read_yaml
@@ -55,7 +56,6 @@ _NO_WEIGHTS = re.compile(r"_extra_state$|rotary_emb\.|inv_freq$|attention\.(?:ma
 _STEP = re.compile(r"global_step(\d+)")
 _DRIFT = 0.05
 """Largest difference between the copies of a norm, relative to its largest number."""
-_NAMED_AT_ONCE = 4
 Parts = Sequence[Tensor]
 """One tensor of each tensor-parallel rank."""
 
@@ -162,7 +162,7 @@ class _LayerFiles:
         self.states: dict[int, dict[int, dict[str, Tensor]]] = {}
         if saved.layers:
             for (layer, rank), path in saved.layers.items():
-                self._add(layer, rank, open_file(path))
+                self._add(layer, rank, load_inert_mapping(path))
         else:
             for rank, state in saved.states.items():
                 module = state.get("module")
@@ -350,7 +350,7 @@ class NeoxTensors(Mapping[str, Tensor]):
         if unknown:
             raise CheckpointError(
                 f"{layers.where} is of another model than its configuration says: it has "
-                f"{', '.join(unknown[:_NAMED_AT_ONCE])}, for which there is no place: use another "
+                f"{', '.join(unknown[:NAMED_AT_ONCE])}, for which there is no place: use another "
                 "checkpoint"
             )
 

@@ -23,9 +23,9 @@ from megacore.convert.source import CheckpointTensors
 from megacore.convert.tokenizers import tokenizer_size, with_begin
 from megacore.errors import ConfigError, ConversionError
 from megacore.jobs.model import ModelSource
+from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
 
 RECORD_NAME = "export.json"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     named = tokenizer or (
         Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None
     )
-    exists = named is not None and (named / _TOKENIZER_CONFIG).is_file()
+    exists = named is not None and (named / TOKENIZER_CONFIG_NAME).is_file()
     return Source(checkpoint, marker, source.spec, named if exists else None)
 
 
@@ -75,10 +75,10 @@ def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
         ConfigError: if it contains none, or one of another vocabulary.
         DataFormatError: if the tokenizer's files are damaged.
     """
-    size = tokenizer_size(tokenizer) if (tokenizer / _TOKENIZER_CONFIG).is_file() else None
+    size = tokenizer_size(tokenizer) if (tokenizer / TOKENIZER_CONFIG_NAME).is_file() else None
     if size is None:
         raise ConfigError(
-            f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with "
+            f"--tokenizer {tokenizer} has no {TOKENIZER_CONFIG_NAME}: give a directory with "
             "tokenizer.json"
         )
     check_vocabulary(source, tokenizer, size)

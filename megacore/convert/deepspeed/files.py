@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import reason_of, regular
-from megacore.convert.inert import Record, load_inert
+from megacore.convert.inert import Record, load_inert_mapping
+from megacore.convert.key_map import NAMED_AT_ONCE
 from megacore.errors import CheckpointError, ConversionError
 
 LATEST = ("latest", "latest_universal")
@@ -26,7 +27,6 @@ _EXPERT = re.compile(
 )
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 """Stages of ZeRO by their names in DeepSpeed's enumeration."""
-_NAMED_AT_ONCE = 4
 Rank = tuple[int, int]
 
 
@@ -64,7 +64,7 @@ class Saved:
         paths = self.model or {
             rank: path for (replica, rank), path in self.divided_model.items() if replica == 0
         }
-        return {rank: open_file(path) for rank, path in sorted(paths.items())}
+        return {rank: load_inert_mapping(path) for rank, path in sorted(paths.items())}
 
     def path_of(self, rank: int) -> Path:
         """Return the path of the file with `states[rank]`."""
@@ -105,20 +105,6 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another "
             "checkpoint"
         ) from error
-
-
-def open_file(path: Path) -> Mapping[str, Any]:
-    """Open one file with memory-mapped tensors.
-
-    Raises:
-        CheckpointError: if the file cannot be read or is not a dictionary.
-    """
-    state = load_inert(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint"
-        )
-    return state
 
 
 def zero_stage(value: Any) -> Any:
@@ -241,7 +227,7 @@ def _check_grid(directory: Path, files: Mapping[Rank, Path], model_ranks: int) -
     if missing:
         suffix = next(iter(files.values())).name.rpartition("_mp_rank_")[2].partition("_")[2]
         named = ", ".join(
-            f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:_NAMED_AT_ONCE]
+            f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:NAMED_AT_ONCE]
         )
         raise CheckpointError(
             f"{directory} lacks {named}: {model_ranks} model ranks and {replicas} data-parallel "

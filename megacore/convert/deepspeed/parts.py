@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.convert.deepspeed.files import UNIVERSAL, Saved, open_file, reading, zero_stage
-from megacore.convert.inert import load_inert
+from megacore.convert.deepspeed.files import UNIVERSAL, Saved, reading, zero_stage
+from megacore.convert.inert import load_inert, load_inert_mapping
 from megacore.convert.key_map import Shape
 from megacore.convert.megatron.table import leaves
 from megacore.errors import CheckpointError, ConversionError
@@ -121,7 +121,7 @@ def layer_parts(saved: Saved, tensor_rank: int) -> Parts:
     parts = Parts()
     for (layer, rank), path in sorted(saved.layers.items()):
         if rank == tensor_rank:
-            state = open_file(path)
+            state = load_inert_mapping(path)
             with reading(path):
                 parts.kinds[FP32] |= {
                     f"{layer}.{name}": Pieces.of(tensor) for name, tensor in leaves(state)
@@ -146,7 +146,7 @@ def universal_parts(saved: Saved) -> Parts:
             parts.steps.add(_universal_step(folder / "step.pt"))
     common = saved.directory / UNIVERSAL / "optimizer_state.pt"
     if not parts.steps and common.is_file():
-        state = open_file(common)
+        state = load_inert_mapping(common)
         with reading(common):
             # With ZeRO stage 3, and only then, this file has the first rank's complete state.
             parts.steps = steps_of(state.get("optimizer_state_dict") or {"state": {}, **state})
@@ -209,7 +209,7 @@ def steps_of(optimizer: Mapping[str, Any]) -> set[int]:
 
 
 def _optimizer_state(path: Path) -> Mapping[str, Any]:
-    state = open_file(path).get("optimizer_state_dict")
+    state = load_inert_mapping(path).get("optimizer_state_dict")
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has no optimizer_state_dict: use another checkpoint")
     if "ds_zero_partition_groups" in state:
@@ -400,7 +400,9 @@ def _frozen(
         }
         if not frozen_shapes:
             return {}
-        files = [open_file(saved.divided_model[replica, rank]) for replica in range(replicas)]
+        files = [
+            load_inert_mapping(saved.divided_model[replica, rank]) for replica in range(replicas)
+        ]
         parameters = {}
         for name, shape in frozen_shapes.items():
             flat = torch.cat(

@@ -33,7 +33,7 @@ from megacore.convert.deepspeed.parts import (
     undivided_parts,
     universal_parts,
 )
-from megacore.convert.key_map import Shape
+from megacore.convert.key_map import NAMED_AT_ONCE, Shape
 from megacore.convert.megatron.args import check_rows, family_of, remarks_on, spec_of
 from megacore.convert.megatron.files import VERSIONS, MergedTensors, args_in
 from megacore.convert.megatron.table import WORD_EMBEDDINGS, current_name, layer_numbers, slots
@@ -44,7 +44,6 @@ from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.tensor_parallel import partitions
 
 Style = Literal["ours", "megatron"]
-_NAMED_AT_ONCE = 4
 _WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
 """Prefixes of our parameters' names: from the wrapper that calls the model with a batch, or from
 the layer of a pipeline."""
@@ -139,7 +138,7 @@ def _check_names(expected: set[str], tensors: Mapping[str, Tensor], where: str) 
         raise CheckpointError(
             f"{where} is of another model than its description: it "
             f"{'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, "
+            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
             f"{len(unknown)} unknown): use the description it was saved with"
         )
 
@@ -405,7 +404,7 @@ def style_of(names: Collection[str], where: Path) -> Style:
         return "megatron"
     if any(_OUR_LAYER.search(name) for name in names):
         return "ours"
-    shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
+    shown = ", ".join(list(names)[:NAMED_AT_ONCE]) or "none"
     raise ConversionError(
         f"{where} has parameters {shown}, which are neither megacore's nor Megatron-DeepSpeed's: "
         "only those are read from DeepSpeed's checkpoints"

@@ -26,7 +26,7 @@ from megacore.convert.hf.t5 import caches_decoder
 from megacore.convert.key_map import KeyMap
 from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
 from megacore.errors import ConversionError
-from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_NAME
+from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
@@ -44,7 +44,6 @@ _BLOCK = 1 << 20
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 """Default sampling of an exported model, because small models repeat themselves with greedy
 decoding."""
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -125,7 +124,7 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
             document.
         DataFormatError: if its other files are damaged.
     """
-    path = source / _TOKENIZER_CONFIG
+    path = source / TOKENIZER_CONFIG_NAME
     try:
         settings: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:

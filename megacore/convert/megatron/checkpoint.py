@@ -22,6 +22,7 @@ from torch import Tensor
 from megacore.artifact.files import staged
 from megacore.checkpoint.format import directory_name, write_tracker
 from megacore.config.spec import ModelSpec
+from megacore.convert.key_map import NAMED_AT_ONCE
 from megacore.convert.megatron.args import (
     args_of,
     check_megatron,
@@ -45,7 +46,6 @@ from megacore.convert.megatron.table import Slot, nested, slots, stage_slots
 from megacore.errors import ConversionError
 
 CHECKPOINT_VERSION = 3.0
-_NAMED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _check_names(tensors: Mapping[str, Tensor], table: Iterable[Slot]) -> None:
         raise ConversionError(
             "the checkpoint is of another model than its description: it "
             f"{'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, "
+            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
             f"{len(unknown)} unknown): give the description it was saved with"
         )
 

@@ -30,7 +30,7 @@ from megacore.checkpoint.shard import Rectangle, TensorShard, overlap
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
-from megacore.convert.key_map import Shape
+from megacore.convert.key_map import NAMED_AT_ONCE, Shape, listed
 from megacore.convert.megatron.args import remarks_on, spec_of, tensor_size
 from megacore.convert.megatron.checkpoint import MegatronCheckpoint
 from megacore.convert.megatron.files import args_in
@@ -161,7 +161,6 @@ COMMON_OBJECT = "common_state/shard_0_1"
 _BACKEND = "torch_dist"
 _MOST_COMMON = 256 << 20
 """Largest object with iteration and arguments, in bytes."""
-_NAMED_AT_ONCE = 4
 _FAMILIES: dict[str, Family] = {"decoder.": "gpt", "encoder.": "bert"}
 """Family by the beginning of the layers' names."""
 
@@ -269,7 +268,7 @@ def _family(names: Sequence[str], where: Path) -> Family:
     }
     if len(families) == 1:
         return families.pop()
-    shown = ", ".join(names[:_NAMED_AT_ONCE]) or "no tensors"
+    shown = ", ".join(names[:NAMED_AT_ONCE]) or "no tensors"
     what = "both encoder and decoder layers, as T5" if families else f"no layers, but {shown}"
     raise ConversionError(f"{where} has {what}: only gpt and bert are read from this form")
 
@@ -353,7 +352,7 @@ class CoreTensors(Mapping[str, Tensor]):
         unknown = sorted(known - used)
         if unknown:
             raise CheckpointError(
-                f"{where} is of another model than its args say: it has {_listed(unknown)}, for "
+                f"{where} is of another model than its args say: it has {listed(unknown)}, for "
                 "which there is no place: use another checkpoint"
             )
 
@@ -397,7 +396,7 @@ def _place(
         (names, layer) for names, layer in _with_halves(candidates, gated) if _has(reader, names)
     ]
     if len(chosen) != 1:
-        shown = _listed([name for name, _ in candidates])
+        shown = listed([name for name, _ in candidates])
         raise CheckpointError(
             f"{where} is of another model than its args say: it "
             f"{'lacks' if not chosen else 'has more than one of'} {shown}: use another checkpoint"
@@ -515,8 +514,3 @@ def _gated_shards(
         f"{where} has {name} in {len(begins)} parts for a tensor parallel size of {size}, which "
         "does not tell the order of its two halves: save it with another version of Megatron core"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_AT_ONCE} more" if len(names) > _NAMED_AT_ONCE else ""
-    return ", ".join(names[:_NAMED_AT_ONCE]) + more

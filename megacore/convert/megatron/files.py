@@ -20,7 +20,8 @@ from megacore.checkpoint.format import (
     iteration_of,
     read_tracker,
 )
-from megacore.convert.inert import Record, load_inert
+from megacore.convert.inert import Record, load_inert_mapping
+from megacore.convert.key_map import NAMED_AT_ONCE, listed
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
     WORD_EMBEDDINGS,
@@ -43,7 +44,6 @@ _CHUNK = re.compile(r"model(\d*)")
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 Stage = tuple[Mapping[str, Tensor], ...]
 """Tensors by dotted name of each tensor-parallel rank of one pipeline stage, in rank order."""
-_NAMED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def read_rank_file(path: Path) -> RankFile:
             contains no model.
         ConversionError: if it is from Megatron core, or its checkpoint_version is unknown.
     """
-    state = _load(path)
+    state = load_inert_mapping(path)
     chunks = _chunks(state, path)
     version = state.get("checkpoint_version", 0.0)
     if version not in VERSIONS:
@@ -191,15 +191,6 @@ def args_in(state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(args, Record)
         else {}
     )
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    state = load_inert(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint"
-        )
-    return state
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -264,7 +255,7 @@ def _sizes(files: Mapping[tuple[int, int], RankFile], where: Path) -> tuple[int,
     if missing or surplus:
         named = ", ".join(
             f"mp_rank_{rank:02d}_{stage:03d}"
-            for rank, stage in (missing or surplus)[:_NAMED_AT_ONCE]
+            for rank, stage in (missing or surplus)[:NAMED_AT_ONCE]
         )
         raise CheckpointError(
             f"{where} {'lacks' if missing else 'has too many:'} {named}/{FILE_NAME}: a tensor "
@@ -385,7 +376,7 @@ def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
         if missing or unknown:
             raise CheckpointError(
                 f"{where} is of another model than its args say: tensor rank {rank} "
-                f"{'lacks' if missing else 'has'} {_listed(missing or unknown)}"
+                f"{'lacks' if missing else 'has'} {listed(missing or unknown)}"
                 f"{'' if missing else ', for which there is no place'}: use another checkpoint"
             )
         for name, slot in known.items():
@@ -421,8 +412,3 @@ def _check_same(one: Tensor, other: Tensor, what: str, against: str, where: Path
         f"{where} holds two of what should be one: {what} differs from that of {against} by up to "
         f"{difference:.3g}: use another checkpoint"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_AT_ONCE} more" if len(names) > _NAMED_AT_ONCE else ""
-    return ", ".join(names[:_NAMED_AT_ONCE]) + more
