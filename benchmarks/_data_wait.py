@@ -17,7 +17,8 @@ import torch
 from benchmarks._entrants import CASES, ENTRANTS, Work
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.engine.build import build_engine
 from megacore.observe.logging import StepReport
 from megacore.observe.recorder import Recorder

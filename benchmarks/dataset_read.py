@@ -26,7 +26,9 @@ import numpy as np
 from benchmarks._verdict import Check, verdict
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
+from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.sampler import PrefetchingIterator, micro_batches
 from megacore.data.samples import empty_batch
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter

@@ -23,7 +23,7 @@ from tasks._mlflow import Dataset
 from tasks._resume import resumed_state
 
 if TYPE_CHECKING:
-    from megacore.data.index_maps import IndexOptions, Mixture
+    from megacore.data.index_options import IndexOptions, Mixture
 
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 """Sections of `data` that determine the samples of a single family; keys of other families leave
@@ -70,7 +70,7 @@ def index_split(config: RunConfig) -> str | None:
 def index_options(config: RunConfig) -> "IndexOptions":
     """Return the options that determine the maps, in addition to tokens and number of samples."""
     from megacore.data.build import sentence_options
-    from megacore.data.index_maps import IndexOptions
+    from megacore.data.index_options import IndexOptions
 
     data = config.data
     return IndexOptions(
@@ -88,8 +88,7 @@ def index_options(config: RunConfig) -> "IndexOptions":
 def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
     """Return the data sets of each split, with their weights."""
     from megacore.data.blend import temperature_weights
-    from megacore.data.index_maps import Member, Mixture
-    from megacore.data.index_options import WeightStep
+    from megacore.data.index_options import Member, Mixture, WeightStep
 
     data = config.data
     prefixes = dict(zip(data.sources, token_prefixes(tokens.directory), strict=True))

@@ -13,7 +13,7 @@ from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.neox import settings_of
 from megacore.adopt.neox_keys import NEOX
 from megacore.adopt.rules import On, Place, Setting, Settings
-from megacore.adopt.shell import SCRIPT_BYTES, Launch, Script, flags_of, read_script
+from megacore.adopt.shell import SCRIPT_BYTES, Script, flags_of, read_script
 from megacore.adopt.words import Word
 from megacore.artifact.files import parse_json, read_bytes
 from megacore.errors import ConfigError
@@ -440,6 +440,3 @@ def _json(
         except ConfigError:
             return None
     return content if isinstance(content, dict) else None
-
-
-__all__ = ["PROGRAMS", "Launch", "Source", "read_source"]

@@ -23,17 +23,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megacore.artifact.files import access_errors, regular
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import METADATA_NAME, latest_complete, read_state, reading
+from megacore.checkpoint.format import METADATA_NAME, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
 from megacore.checkpoint.shard import Tensors, pieces_of
 from megacore.errors import CheckpointError, FileAccessError
-
-__all__ = [
-    "latest_complete",
-    "load_checkpoint",
-    "names_of_all",
-    "read_state",
-]
 
 _SHOWN = 4
 _BLOCK = 4 << 20

@@ -34,7 +34,8 @@ def compare_paths(
     Raises:
         MegacoreError: if one of them cannot be read, or they cannot be compared.
     """
-    from megacore.compare.runs import compare_runs, find_run_directory
+    from megacore.compare.run_record import find_run_directory
+    from megacore.compare.runs import compare_runs
 
     if kind not in (None, "models", "runs"):
         raise ConfigError(f"--as is {kind}: give models or runs")

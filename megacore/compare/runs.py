@@ -20,7 +20,6 @@ from megacore.compare.run_record import (
     Attempt,
     RunRecord,
     checkpoint_digest,
-    find_run_directory,
     read_run,
 )
 from megacore.config.batch_schedule import BatchSchedule
@@ -28,8 +27,6 @@ from megacore.config.difference import differing_values
 from megacore.data.build import open_split
 from megacore.data.samples import Dataset
 from megacore.errors import ConfigError, MegacoreError
-
-__all__ = ["compare_runs", "find_run_directory"]
 
 _SERIES = (
     "lm_loss",

@@ -32,24 +32,16 @@ from megacore.data import _compiled as helpers
 from megacore.data.best_fit import build_best_fit
 from megacore.data.blend import write_blend
 from megacore.data.index_directory import (
-    BLEND_MAP_NAMES,
-    INDEX_NAME,
-    MAP_NAMES,
-    IndexDescription,
     IndexMaps,
-    map_path,
     member_directory,
-    read_description,
     save_maps,
     write_description,
 )
 from megacore.data.index_options import (
     IndexOptions,
     IndexStyle,
-    Member,
     Mixture,
     Packing,
-    SentenceOptions,
 )
 from megacore.data.index_plans import (
     EXTRA_TOKENS,
@@ -59,34 +51,11 @@ from megacore.data.index_plans import (
     SplitPlan,
     pack_sample_index,
     padding_share,
-    plan_epochs,
     plan_splits,
 )
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _T = TypeVar("_T")
-__all__ = [
-    "BLEND_MAP_NAMES",
-    "EXTRA_TOKENS",
-    "INDEX_NAME",
-    "MAP_NAMES",
-    "VERSION",
-    "EpochPlan",
-    "IndexDescription",
-    "IndexMaps",
-    "IndexOptions",
-    "Member",
-    "Mixture",
-    "SentenceOptions",
-    "build_index_maps",
-    "build_split",
-    "index_plan",
-    "map_path",
-    "member_directory",
-    "plan_epochs",
-    "read_description",
-    "save_maps",
-]
 
 VERSION = 2
 """Version of the index stage, increased whenever its output changes."""

@@ -16,7 +16,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
-from megacore.hardware import Gpu, Hardware, owner_of
+from megacore.hardware import Hardware, owner_of
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
@@ -32,7 +32,6 @@ from megacore.plan.memory import (
 from megacore.plan.throughput import RunTime, planned_iteration, predict_run
 from megacore.plan.vocabulary import is_on_the_hub
 
-__all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
 CPU_DAYS_LIMIT = 7.0
 """Days above which a run on CPUs is refused as meant for GPUs, unless launch.allow_cpu is true."""
 

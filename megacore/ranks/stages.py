@@ -12,11 +12,8 @@ from megacore.artifact.workspace import PARITY_FILE, RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.ssh import check_ssh
-from megacore.cluster.placement.prepare import (
-    loaded_checkpoints,
-    prepare_hosts,
-    prepare_model_hosts,
-)
+from megacore.cluster.placement.prepare import prepare_hosts, prepare_model_hosts
+from megacore.cluster.placement.reads import loaded_checkpoints
 from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.checkpoint.format import Marker
-from megacore.checkpoint.load import CheckpointReader, load_checkpoint, read_state
+from megacore.checkpoint.format import Marker, read_state
+from megacore.checkpoint.load import CheckpointReader, load_checkpoint
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard, rectangles
 from megacore.errors import CheckpointError

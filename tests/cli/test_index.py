@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megacore.cli import app
 from megacore.cli._options import repeat_options
 from megacore.data import index_directory
-from megacore.data.index_maps import MAP_NAMES, map_path, read_description
+from megacore.data.index_directory import MAP_NAMES, map_path, read_description
 from megacore.data.index_options import SentenceOptions
 from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
 from tests.data._files import write_tokens

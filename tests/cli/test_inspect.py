@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.cli import app
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
 from megacore.inspect.report import describe_samples
 from megacore.token_files.indexed_dataset import write_members

@@ -10,7 +10,8 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.corpus.documents import CorpusWriter
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.jobs.run import ConvertJob
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel

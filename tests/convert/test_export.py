@@ -11,7 +11,8 @@ from megacore.artifact import StageKey, build_artifact
 from megacore.convert.export import export, samples_of, validation_rows, write_export
 from megacore.convert.hf import write
 from megacore.convert.source import CheckpointTensors, take_weights
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh

@@ -30,7 +30,7 @@ from megacore.corpus.contamination import (
 from megacore.corpus.curate_job import CurateOptions
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.data.copies import split_copies
-from megacore.data.index_maps import IndexOptions, Mixture
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import DataFormatError
 from tests.data._sentences import write_lengths
 

@@ -15,17 +15,9 @@ from hypothesis import strategies as st
 from megacore.data import _compiled
 from megacore.data.best_fit import build_best_fit, piece_counts
 from megacore.data.build import open_split
-from megacore.data.index_maps import (
-    INDEX_NAME,
-    IndexOptions,
-    Member,
-    Mixture,
-    build_index_maps,
-    index_plan,
-    member_directory,
-    read_description,
-)
-from megacore.data.index_options import SentenceOptions
+from megacore.data.index_directory import INDEX_NAME, member_directory, read_description
+from megacore.data.index_maps import build_index_maps, index_plan
+from megacore.data.index_options import IndexOptions, Member, Mixture, SentenceOptions
 from megacore.errors import ConfigError
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._config import run_config

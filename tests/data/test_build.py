@@ -13,17 +13,16 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data.build import MemberOpener, open_split, sentence_options
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_directory import read_description
-from megacore.data.index_maps import (
+from megacore.data.index_directory import map_path, member_directory, read_description
+from megacore.data.index_maps import build_index_maps, index_plan
+from megacore.data.index_options import (
     IndexOptions,
+    IndexStyle,
     Member,
     Mixture,
-    build_index_maps,
-    index_plan,
-    map_path,
-    member_directory,
+    Packing,
+    WeightStep,
 )
-from megacore.data.index_options import IndexStyle, Packing, WeightStep
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import BlendedDataset, Dataset
 from megacore.data.sentence_maps import build_sentence_maps, sentence_plan

@@ -10,7 +10,8 @@ from megacore.config.data import FimConfig, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.build import open_split
 from megacore.data.fim import FimDataset
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.samples import Batch, Dataset, Indices, as_array
 from megacore.errors import ConfigError
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from megacore.data._compiled import Gatherer
 from megacore.data.build import open_split
-from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
+from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.index_plans import least_samples, pack_sample_index
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter

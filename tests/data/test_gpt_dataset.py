@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
+from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import DataFormatError
 from tests.data._files import write_tokens
 

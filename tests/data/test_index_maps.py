@@ -12,21 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import (
+from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     MAP_NAMES,
+    map_path,
+    member_directory,
+    read_description,
+)
+from megacore.data.index_maps import build_index_maps, build_split, index_plan
+from megacore.data.index_options import (
+    SPLIT_NAMES,
     IndexOptions,
     Member,
     Mixture,
-    build_index_maps,
-    build_split,
-    index_plan,
-    map_path,
-    member_directory,
-    plan_epochs,
-    read_description,
+    Packing,
+    split_ranges,
 )
-from megacore.data.index_options import SPLIT_NAMES, Packing, split_ranges
+from megacore.data.index_plans import plan_epochs
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data import _index_helpers_reference as reference

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import MAP_NAMES, map_path, read_description
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import DataFormatError
 from megacore.inspect.provenance import Origins
 from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset

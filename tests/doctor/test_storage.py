@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megacore.config.launch import LaunchConfig
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.doctor import storage
 from megacore.doctor.storage import (
     PREFIX,

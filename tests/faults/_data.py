@@ -20,7 +20,8 @@ from megacore.config.data import HttpSource, RemoteFile, SourceTreeSource, Train
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.fetch import Version
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.errors import ArtifactError
 from megacore.token_files.indexed_dataset import write_members
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter

@@ -16,7 +16,8 @@ from megacore.config.data import (
     TrainBpeTokenizer,
 )
 from megacore.corpus.collect import collect
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.launch import supervise
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus

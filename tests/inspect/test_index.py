@@ -6,7 +6,8 @@ import pytest
 
 from megacore.data.build import open_split
 from megacore.data.index_directory import map_path
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.errors import DataFormatError
 from megacore.inspect.index import describe_index, find_sample, is_index_directory
 from megacore.token_files.indexed_dataset import IndexedDataset

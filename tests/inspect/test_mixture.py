@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.index_options import WeightStep
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture, WeightStep
 from tests.cli._model import run
 from tests.data._files import write_tokens
 

@@ -13,7 +13,8 @@ from megacore.cli import app
 from megacore.config.data import JsonlSource, ParquetSource, Source, SourceTreeSource, TextSource
 from megacore.corpus.collect import collect
 from megacore.corpus.segments import divide, segments
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.inspect.provenance import find_origins, read_document
 from megacore.inspect.report import find_tokenizer, open_decoder, report_sample
 from megacore.inspect.tokens import document_tokens, find_prefixes

@@ -12,7 +12,8 @@ from megacore.artifact.build import StageKey, lock, seal
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.checkpoint.format import FileRecord, Marker
 from megacore.data.index_directory import map_path
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect import index as index_checks
 from megacore.inspect import verify as verification

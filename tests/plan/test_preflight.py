@@ -8,14 +8,9 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.hardware import Gpu, Hardware
 from megacore.plan.pipeline import plan_pipeline
-from megacore.plan.preflight import (
-    Gpu,
-    Hardware,
-    checkpoints_on_disk,
-    preflight,
-    resolve_launch,
-)
+from megacore.plan.preflight import checkpoints_on_disk, preflight, resolve_launch
 
 GIB = 2**30
 CPU = Hardware(8, 64 * GIB, cpu_flags=frozenset({"avx2"}))

@@ -21,6 +21,7 @@ from megacore.artifact.build import try_lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import MegacoreError, TrackingError, WorkspaceError
+from megacore.redact import redact
 from tasks._environment import file_location, sqlite_file, sqlite_url
 from tasks._mlflow import (
     RUN_ID_FILE,
@@ -33,7 +34,6 @@ from tasks._mlflow import (
     flatten,
     git_facts,
     page_url,
-    redact,
     runs_url,
 )
 from tests.tasks.conftest import KilledError, make_config

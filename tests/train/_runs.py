@@ -12,7 +12,8 @@ from megacore.config.data import PrefixSource
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.build import open_split
-from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.one_epoch import one_epoch
 from megacore.engine.build import build_engine
 from megacore.jobs.run import TrainJob

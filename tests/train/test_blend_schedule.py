@@ -8,8 +8,8 @@ import pytest
 
 from megacore.config.blend_schedule import blend_steps
 from megacore.config.run import RunConfig
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.index_options import WeightStep
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture, WeightStep
 from megacore.errors import ConfigError
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.train import _runs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.artifact.workspace import CONFIG_KEY
-from megacore.checkpoint.load import read_state
+from megacore.checkpoint.format import read_state
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
 from megacore.errors import DataFormatError, MemoryExhaustedError, TrainingError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.checkpoint.load import read_state
+from megacore.checkpoint.format import read_state
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.load import read_state
+from megacore.checkpoint.format import read_state
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import read_spec
 from megacore.config.run import RunConfig

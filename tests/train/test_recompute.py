@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megacore.checkpoint import save
-from megacore.checkpoint.load import read_state
+from megacore.checkpoint.format import read_state
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, LossError, WorkspaceError
 from megacore.observe.recorder import Recorder

@@ -14,7 +14,8 @@ from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.data.build import open_split
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.index_maps import build_index_maps
+from megacore.data.index_options import IndexOptions, Member, Mixture
 from megacore.data.one_epoch import one_epoch
 from megacore.engine.native import NativeEngine
 from megacore.jobs.run import EvaluateJob

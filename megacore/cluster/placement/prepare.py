@@ -27,7 +27,6 @@ from megacore.cluster.placement.reads import (
     JOB_FILES_ROLE,
     directory_items,
     items_of,
-    loaded_checkpoints,
     model_items_of,
 )
 from megacore.config.hostfile import is_this_machine
@@ -36,8 +35,6 @@ from megacore.errors import HostLostError, LaunchError
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob
 from megacore.jobs.run import Job, TrainJob
-
-__all__ = ["loaded_checkpoints", "prepare_finetune_hosts", "prepare_hosts", "prepare_model_hosts"]
 
 _SHORT = 60.0
 """Seconds for a host to check the sizes of files."""
