@@ -142,9 +142,9 @@ def _standing(tracking: Tracking, name: str, number: str) -> str:
     if tags.get(LOST_TAG) != str(holder.version) or not reasons:
         return f"{ALIAS} is version {holder.version}"
     metric = reasons[0].removeprefix(f"{LOST_TAG}_")
-    own, other = float(tags[f"{metric}.{tags[DATA_TAG]}"]), float(tags[reasons[0]])
+    value, other = float(tags[f"{metric}.{tags[DATA_TAG]}"]), float(tags[reasons[0]])
     label = metric.replace("_", " ").replace("ppl", "PPL")
-    return f"{ALIAS} stays version {holder.version}, whose {label} {_relation(other, own)}"
+    return f"{ALIAS} stays version {holder.version}, whose {label} {_relation(other, value)}"
 
 
 def _winner(

@@ -97,13 +97,13 @@ def lm_eval_stages(
     The scores of `hidden` tasks are not logged. Returns the scores by iteration, none without
     tasks.
     """
-    wanted = pipeline.config.evaluate.lm_eval
-    if not wanted.tasks:
+    options = pipeline.config.evaluate.lm_eval
+    if not options.tasks:
         return ()
     tokens, _, index = data
     run = ScoredRun(trained.directory, True, tokens, index, hidden)
     exports = {exported.counts["checkpoint"]: exported}
-    if wanted.checkpoints == "all":
+    if options.checkpoints == "all":
         converted = {
             name: pipeline.checkpoint_stage(convert, name, trained, evaluation, *data, name)
             for name in checkpoints_to_score(trained, evaluation)

@@ -227,10 +227,10 @@ def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[Plan
 def _planned_lm_eval(
     config: RunConfig, kept: tuple[Target, ...], data: tuple[str, str, str]
 ) -> list[PlannedStage]:
-    wanted = config.evaluate.lm_eval
-    if not wanted.tasks:
+    options = config.evaluate.lm_eval
+    if not options.tasks:
         return []
-    if not kept or wanted.checkpoints == "best":
+    if not kept or options.checkpoints == "best":
         return [PlannedStage("lm-eval", lm_eval_key, ("convert",))]
     names = [target.name for target in kept]
     exports = [

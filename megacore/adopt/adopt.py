@@ -293,8 +293,8 @@ def to_yaml(draft: Draft, settings: Settings, title: str, *, partial: bool = Fal
     if draft.without_effect:
         lines += ["#", "# Without effect here."]
         lines += _comments(f"{setting}: {reason}" for setting, reason in draft.without_effect)
-    asked = {name for name, _ in draft.questions}
-    lines += ["", *_block(_nested(draft.values), asked)]
+    questions = {name for name, _ in draft.questions}
+    lines += ["", *_block(_nested(draft.values), questions)]
     return "\n".join(lines) + "\n"
 
 

@@ -183,9 +183,9 @@ def _rope_scaling(settings: Settings, draft: Draft) -> None:
     """Set the scaling of rotary positions: Llama 3's, or positions divided by a number."""
     llama, factor = settings.get("--use-rope-scaling"), settings.get("--rope-scaling-factor")
     linear = settings.get("--rotary-seq-len-interpolation-factor")
-    given = [each for each in (llama, factor, linear) if each is not None]
+    present = [each for each in (llama, factor, linear) if each is not None]
     if draft.get("model.position_embedding_type") != "rope":
-        for each in given:
+        for each in present:
             draft.ignore(each, "the model has no rotary positions")
         return
     name = "model.rope_scaling"

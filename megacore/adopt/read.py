@@ -346,19 +346,19 @@ def _hinted(item: Setting, script: Script) -> Setting:
 
 def _fragment(script: Script) -> tuple[tuple[Word, ...], list[str]]:
     """Return the flags in the variables of a script that starts nothing, and their names."""
-    found: dict[str, tuple[Word, ...]] = {}
+    candidates: dict[str, tuple[Word, ...]] = {}
     for name, value in script.variables.values.items():
         words = tuple(value) if isinstance(value, list) else tuple(value.fields())
         known = [word for word in words if MEGATRON.rule(word.text.partition("=")[0]) is not None]
         if len(known) > 2:
-            found[name] = tuple(part for word in words for part in word.fields())
-    texts = {name: " ".join(word.text for word in words) for name, words in found.items()}
+            candidates[name] = tuple(part for word in words for part in word.fields())
+    texts = {name: " ".join(word.text for word in words) for name, words in candidates.items()}
     kept = [
         name
-        for name in found
-        if not any(texts[name] in texts[other] and other != name for other in found)
+        for name in candidates
+        if not any(texts[name] in texts[other] and other != name for other in candidates)
     ]
-    return tuple(word for name in kept for word in found[name]), kept
+    return tuple(word for name in kept for word in candidates[name]), kept
 
 
 def _starts_something(path: Path) -> bool:

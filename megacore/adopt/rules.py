@@ -386,9 +386,9 @@ def require(settings: Settings, draft: Draft, sizes: Mapping[str, str]) -> None:
         draft: draft with the values that the settings say.
         sizes: names of the settings by the dotted names of the values that they set.
     """
-    asked = {name for _, name in draft.missing}
+    missing = {name for _, name in draft.missing}
     for name, setting in sizes.items():
-        if name not in draft.values and name not in asked:
+        if name not in draft.values and name not in missing:
             unwritten = Setting(setting, ["(not written)"], Place(settings.entry, 0))
             draft.missing.append((unwritten, name))
 

@@ -92,12 +92,12 @@ class RayTasks:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
-        own = self._options.address is None
+        starts_ray = self._options.address is None
         try:
             ray.init(
-                address="local" if own else self._options.address,
-                num_cpus=(self._workers or len(os.sched_getaffinity(0))) if own else None,
-                include_dashboard=False if own else None,
+                address="local" if starts_ray else self._options.address,
+                num_cpus=(self._workers or len(os.sched_getaffinity(0))) if starts_ray else None,
+                include_dashboard=False if starts_ray else None,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},

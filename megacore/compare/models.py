@@ -5,6 +5,7 @@ tested by its correction: B is run with A's value, and the logits tell how much 
 the correction removes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -110,8 +111,8 @@ class _Comparison:
         self.contradicted: dict[str, tuple[str, ...]] = {}
         self.ours, self.theirs = self._read(a, b, "A"), self._read(b, a, "B")
         differences = self._structural(fields)
-        found, facts = compare_weights(self.ours, self.theirs)
-        differences += self._new(found, differences)
+        findings, facts = compare_weights(self.ours, self.theirs)
+        differences += self._new(findings, differences)
         report.facts["weights"] = facts
         report.facts["compared"] += ["architecture", f"{facts['tensors']} tensors"]
         if self.options.logits and self._fits_memory():
@@ -139,13 +140,13 @@ class _Comparison:
             for name, ours, theirs in differing_fields(side.spec, other.spec)
             if _contradicts(side, fitting, name)
         ] or list(differing_fields(side.spec, other.spec))
-        said = ", ".join(f"{name} {shown(ours)}" for name, ours, _ in wrong)
+        stated = ", ".join(f"{name} {shown(ours)}" for name, ours, _ in wrong)
         true = ", ".join(shown(theirs) for _, _, theirs in wrong)
         self.repaired.append(
             Finding(
                 "architecture",
                 "config_contradicts_weights",
-                f"the configuration of {names} says {said}, and its weights are those of {true}",
+                f"the configuration of {names} says {stated}, and its weights are those of {true}",
                 tuple(name for name, _, _ in wrong),
             )
         )
@@ -278,11 +279,11 @@ class _Comparison:
                 )
             )
             return
-        found = distance(ours(), theirs, self.options.tolerance)
-        if found.logits != found.logits:  # a NaN of the weights, which is a finding already
+        difference = distance(ours(), theirs, self.options.tolerance)
+        if math.isnan(difference.logits):  # of the weights, which is a finding already
             return
-        facts[f"transformers_{name.lower()}"] = found.logits
-        if found.within(self.options.tolerance):
+        facts[f"transformers_{name.lower()}"] = difference.logits
+        if difference.within(self.options.tolerance):
             return
         reading = self.ours if side is self.a else self.theirs
         keys = [each for each in (*side.findings, *reading.problems) if each.where]
@@ -293,9 +294,9 @@ class _Comparison:
         because = f" because of {key}" if key else ""
         text = (
             f"transformers computes other logits from the files of {name} than megacore does "
-            f"(largest difference {found.logits:.3g}){because}: {first_layer_text(found)}"
+            f"(largest difference {difference.logits:.3g}){because}: {first_layer_text(difference)}"
         )
-        self.report.findings.append(logits_finding(cause, found, text))
+        self.report.findings.append(logits_finding(cause, difference, text))
 
     def _suspect(self, side: Side, ours: Outputs) -> tuple[str, str]:
         """Return the cause and key of config.json without which transformers agrees with us.

@@ -119,9 +119,9 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
         *(each.tensors for each in moved if each.finding.sentence.startswith("A repeats"))
     )
     for group in groups([name for name in names if name not in again]):
-        found = list(_compare_group(group, a, b))
-        parts += found
-        equal += not found
+        differing = list(_compare_group(group, a, b))
+        parts += differing
+        equal += not differing
     parts = _cross_matched(parts, (a, b), (first, second))
     differences += _summarized(parts)
     facts = {
@@ -447,8 +447,8 @@ def _origin(part: _Part, reading: Reading, other: _Survey) -> str | None:
     values = Group((part.tensor,), "single").parts(reading).get(part.name)
     if values is None or bool((values == values.reshape(-1)[0]).all()):
         return None
-    found = fingerprint(values)
-    names = [name for name, value in other.prints.items() if value == found]
+    target = fingerprint(values)
+    names = [name for name, value in other.prints.items() if value == target]
     return names[0] if len(names) == 1 and names[0] != part.name else None
 
 

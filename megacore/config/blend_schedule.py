@@ -25,9 +25,9 @@ def source_names(data: DataConfig) -> tuple[str, ...]:
     blends = [data.blend or ()]
     if data.split_blends is not None:
         blends += [data.split_blends.train, data.split_blends.valid, data.split_blends.test]
-    given = {each.source: each.name for blend in reversed(blends) for each in blend if each.name}
+    names = {each.source: each.name for blend in reversed(blends) for each in blend if each.name}
     return tuple(
-        given.get(source) or f"{number}-{_short(source)}"
+        names.get(source) or f"{number}-{_short(source)}"
         for number, source in enumerate(data.sources)
     )
 

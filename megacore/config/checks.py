@@ -462,10 +462,10 @@ def _check_lm_eval(lm_eval: LmEvalConfig, family: Family) -> None:
     if twice := sorted({name for name in lm_eval.tasks if lm_eval.tasks.count(name) > 1}):
         raise ValueError(f"evaluate.lm_eval.tasks names {twice[0]} twice: remove one")
     values = {"include_path", "num_fewshot", "limit"} & lm_eval.model_fields_set
-    given = sorted(name for name in values if getattr(lm_eval, name) is not None)
-    if given and not lm_eval.tasks:
+    options = sorted(name for name in values if getattr(lm_eval, name) is not None)
+    if options and not lm_eval.tasks:
         raise ValueError(
-            f"evaluate.lm_eval.{given[0]} is {getattr(lm_eval, given[0])} but there are no "
+            f"evaluate.lm_eval.{options[0]} is {getattr(lm_eval, options[0])} but there are no "
             "evaluate.lm_eval.tasks: name some, or remove it"
         )
 

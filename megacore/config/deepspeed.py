@@ -270,11 +270,12 @@ def zero_of(config: "RunConfig") -> ZeroSettings:
     """
     if config.engine == "native":
         return ZeroSettings(stage=config.parallel.zero_stage)
-    asked, nvme_path = user_settings_of(config), None
+    user_settings, nvme_path = user_settings_of(config), None
     optimizer, param = (
-        cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")
+        cast(OffloadDevice, user_settings.device(what))
+        for what in ("offload_optimizer", "offload_param")
     )
     for what, device in (("offload_optimizer", optimizer), ("offload_param", param)):
         if device == "nvme":
-            nvme_path = nvme_path or asked.values.get(f"{_ZERO}.{what}.nvme_path")
-    return ZeroSettings(asked.stage, optimizer, param, nvme_path)
+            nvme_path = nvme_path or user_settings.values.get(f"{_ZERO}.{what}.nvme_path")
+    return ZeroSettings(user_settings.stage, optimizer, param, nvme_path)

@@ -35,16 +35,16 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
             f"optim.name is {config.optim.name}, which needs the engine native, but engine is "
             "deepspeed, which has AdamW only: change one of them"
         )
-    asked = user_settings_of(config)
-    _check_stage(config.parallel, asked)
-    _check_offload(config.deepspeed, asked)
-    _check_recompute(config.train, config.parallel, asked)
+    user_settings = user_settings_of(config)
+    _check_stage(config.parallel, user_settings)
+    _check_offload(config.deepspeed, user_settings)
+    _check_recompute(config.train, config.parallel, user_settings)
     if config.train.precision != "auto":
-        accumulation_type(asked, config.train.precision)
-    if asked.in_file:
-        check_agreement(config, asked, data_parallel_size)
+        accumulation_type(user_settings, config.train.precision)
+    if user_settings.in_file:
+        check_agreement(config, user_settings, data_parallel_size)
     if config.train.precision == "fp16":
-        _check_scale(config.optim.loss_scale, asked)
+        _check_scale(config.optim.loss_scale, user_settings)
 
 
 def accumulation_type(asked: UserSettings, precision: str) -> str:

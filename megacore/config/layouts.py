@@ -99,13 +99,13 @@ def check_layout(
         ValueError: the layout cannot work; the message has all the numbers and the nearest valid
             layouts.
     """
-    asked = ParallelLayout.of(config.parallel, ranks)
-    refusal = _refused_world(asked, ranks) or refused(config, asked, padded_vocab_size)
+    requested = ParallelLayout.of(config.parallel, ranks)
+    refusal = _refused_world(requested, ranks) or refused(config, requested, padded_vocab_size)
     if refusal is None:
-        return asked
+        return requested
     world = config.parallel.ranks_per_replica if ranks is None else ranks
     near = nearest_layouts(
-        config, asked, world, padded_vocab_size, data=1 if ranks is None else None
+        config, requested, world, padded_vocab_size, data=1 if ranks is None else None
     )
     ways = [refusal.remedy] if refusal.remedy else []
     if near:
@@ -265,29 +265,30 @@ def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | N
     """Check what context parallelism needs of the model, the sequence and the engine."""
     if layout.context == 1:
         return None
-    asked, remedy = (
+    setting, remedy = (
         f"parallel.context_parallel_size is {layout.context}",
         "set parallel.context_parallel_size to 1",
     )
     if config.family != "gpt":
         return Refusal(
-            f"{asked} but family is {config.family}, and only causal models divide their sequences",
+            f"{setting} but family is {config.family}, and only causal models divide their "
+            "sequences",
             remedy,
         )
     if config.engine == "deepspeed":
         return Refusal(
-            f"{asked} but engine is deepspeed, which does not divide sequences",
+            f"{setting} but engine is deepspeed, which does not divide sequences",
             f"set engine to native, or {remedy}",
         )
     if config.model.position_embedding_type == "alibi":
         return Refusal(
-            f"{asked} but model.position_embedding_type is alibi, whose biases are not divided",
+            f"{setting} but model.position_embedding_type is alibi, whose biases are not divided",
             remedy,
         )
     divided = config.parallel.sequence_parallel
     if divided and layout.tensor % 2 and config.model.hidden_dropout:
         return Refusal(
-            f"{asked} with parallel.sequence_parallel and an odd "
+            f"{setting} with parallel.sequence_parallel and an odd "
             f"parallel.tensor_model_parallel_size {layout.tensor}, whose ranks would draw other "
             f"numbers for model.hidden_dropout {config.model.hidden_dropout}",
             "set parallel.sequence_parallel to false",
@@ -358,20 +359,21 @@ def _refused_schedule(
             )
     if layout.virtual == 1:
         return None
-    asked = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
+    setting = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
     remedy = "set parallel.virtual_pipeline_model_parallel_size to 1"
     if family == "t5":
         return Refusal(
-            f"{asked} but family is t5, whose stages have one chunk of one stack each", remedy
+            f"{setting} but family is t5, whose stages have one chunk of one stack each", remedy
         )
     if layout.pipeline == 1:
         return Refusal(
-            f"{asked} but parallel.pipeline_model_parallel_size is 1, so that there are no stages",
+            f"{setting} but parallel.pipeline_model_parallel_size is 1, so that there are no "
+            "stages",
             remedy,
         )
     if parallel.pipeline_schedule == "gpipe":
         return Refusal(
-            f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage",
+            f"{setting} but parallel.pipeline_schedule gpipe has one chunk per stage",
             f"set it to 1f1b, or {remedy}",
         )
     return None
@@ -399,17 +401,17 @@ def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusa
     """
     if config.engine != "deepspeed" or layout.pipeline == 1:
         return None
-    asked, stages = (
+    user_settings, stages = (
         user_settings_of(config),
         f"parallel.pipeline_model_parallel_size is {layout.pipeline}",
     )
     native = "set engine to native"
-    if asked.stage >= 2:
-        name = asked.named("zero_optimization.stage")
+    if user_settings.stage >= 2:
+        name = user_settings.named("zero_optimization.stage")
         return Refusal(
-            f"{name} is {asked.stage} but {stages}, and DeepSpeed's pipeline keeps the gradients "
-            "of all micro batches until the step, so that replicas can divide only the optimizer's "
-            "state",
+            f"{name} is {user_settings.stage} but {stages}, and DeepSpeed's pipeline keeps the "
+            "gradients of all micro batches until the step, so that replicas can divide only the "
+            "optimizer's state",
             f"set {name} to 1",
         )
     if layout.virtual > 1:

@@ -170,12 +170,12 @@ class Index:
 
         The texts are searched in one pass, because most documents are short.
         """
-        found: list[dict[int, str]] = [{} for _ in texts]
+        matches: list[dict[int, str]] = [{} for _ in texts]
         arrays = [self._words(text) for text in texts]
         words = np.concatenate([np.zeros(0, np.int64), *arrays])
         count = len(words) - self.ngram + 1
         if count < 1:
-            return found
+            return matches
         unknown = np.zeros(len(words) + 1, np.int64)
         np.cumsum(words < 0, out=unknown[1:])
         hashes = self._hash(words)
@@ -196,8 +196,8 @@ class Index:
             equal = (self._flat[same[:, None] + np.arange(self.ngram)] == gram).all(1)
             text = " ".join(self.words[number] for number in gram)
             for item in self._owner[same[equal]].tolist():
-                found[owners[at]].setdefault(item, text)
-        return found
+                matches[owners[at]].setdefault(item, text)
+        return matches
 
 
 def _joined(
@@ -244,16 +244,16 @@ def search_corpus(
         _run_shards(job, "search", _search_shard, options.processes)
         with discarding_job(work):
             read_sources(corpus)
-        found: dict[int, dict[str, str]] = {}
+        matches: dict[int, dict[str, str]] = {}
         hashes, hits = [], []
         for rank in range(len(job.shards)):
             shard = read_json(_receipt(work, "search", rank))
             for item, example in shard["items"].items():
-                found.setdefault(int(item), example)
+                matches.setdefault(int(item), example)
             hashes.append(np.frombuffer(base64.b64decode(shard["hashes"]), "<u8"))
             hits.append(shard["hits"])
         np.save(directory / HASHES_NAME, np.concatenate([np.zeros(0, "<u8"), *hashes]))
-        content = _summary(benchmarks, _read_index(work), found) | {
+        content = _summary(benchmarks, _read_index(work), matches) | {
             "shards": [
                 {"documents": len(each), "hits": own}
                 for each, own in zip(hashes, hits, strict=True)
@@ -265,7 +265,7 @@ def search_corpus(
         "documents": sum(map(len, hashes)),
         "hits": sum(map(len, hits)),
         "items": int(sum(len(each.items) for each in benchmarks)),
-        "contaminated_items": len(found),
+        "contaminated_items": len(matches),
         "ngram": ngram,
     }
 
@@ -387,8 +387,8 @@ def remove_documents(
         first = 0
         for rank, shard in enumerate(search["shards"]):
             stop = first + shard["documents"]
-            own = copies[slice(*np.searchsorted(copies, (first, stop)))] - first
-            plan = {**shard, "copies": sorted(set(own.tolist()) - set(shard["hits"]))}
+            in_shard = copies[slice(*np.searchsorted(copies, (first, stop)))] - first
+            plan = {**shard, "copies": sorted(set(in_shard.tolist()) - set(shard["hits"]))}
             write_json(_plan(work, rank), plan)
             first = stop
         _run_shards(job, "remove", _remove_from_shard, options.processes)

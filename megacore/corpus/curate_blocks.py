@@ -357,8 +357,8 @@ def _block(
             block.exclusion_writer = removed
             return block
         case PiiStep():
-            given = {name: value for name, value in options.items() if value is not None}
-            return _Pii(tally, label, given)
+            values = {name: value for name, value in options.items() if value is not None}
+            return _Pii(tally, label, values)
         case ExtractTextStep():
             return ExtractText(tally, label, step)
         case PythonStep():

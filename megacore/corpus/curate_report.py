@@ -174,9 +174,11 @@ def report_text(report: Mapping[str, Any]) -> str:
             for reason, count in sorted(row["reasons"].items(), key=lambda item: -item[1])
         )
         if "duplicates" in row:
-            found = row["duplicates"]
+            duplicates = row["duplicates"]
             others = [f"{count:,} {each}" for each, count in row["reasons"].items() if "of" in each]
-            counts = f"{found['clusters']:,} clusters, the largest of {found['largest']:,}"
+            counts = (
+                f"{duplicates['clusters']:,} clusters, the largest of {duplicates['largest']:,}"
+            )
             reasons = ", ".join([counts, *others])
         lines.append(f"| {row['step']} | {row['removed']:,} | {row['changed']:,} | {reasons} |")
     lines += ["", "| words per document | read | kept |", "| --- | ---: | ---: |"]

@@ -44,18 +44,18 @@ class Attribution:
         for path in sorted((self._folder / "duplicates" / f"{finder:05d}").glob("*.c4_dup")):
             if int(path.stem) >= self._first:
                 continue
-            own = _signatures(signatures / f"{path.stem}.c4_sig")
-            own = own[np.isin(own["doc"], np.fromfile(path, "<u4"))]
-            sources = np.zeros(len(own), "<u4")
+            rows = _signatures(signatures / f"{path.stem}.c4_sig")
+            rows = rows[np.isin(rows["doc"], np.fromfile(path, "<u4"))]
+            sources = np.zeros(len(rows), "<u4")
             # The first source comes last and overwrites the others.
             for number, owner in reversed(list(enumerate(self._owners, self._first))):
                 hashes = _signatures(signatures / f"{number:05d}.c4_sig")["hash"]
-                places = np.searchsorted(hashes, own["hash"])
+                places = np.searchsorted(hashes, rows["hash"])
                 inside = places < len(hashes)
-                same = np.zeros(len(own), bool)
-                same[inside] = hashes[places[inside]] == own["hash"][inside]
+                same = np.zeros(len(rows), bool)
+                same[inside] = hashes[places[inside]] == rows["hash"][inside]
                 sources[same] = owner
-            _write(path, zip(own["doc"][sources > 0], sources[sources > 0], strict=True))
+            _write(path, zip(rows["doc"][sources > 0], sources[sources > 0], strict=True))
 
     def _attribute_clusters(self) -> None:
         """Remove the own documents of clusters that have one of an earlier source, too.

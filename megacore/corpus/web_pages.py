@@ -200,8 +200,8 @@ def _content(record: Any, path: str, number: int, limit: int) -> bytes:
 def _charset(record: Any) -> str | None:
     """Return the encoding that the server named, or None."""
     headers = record.http_headers
-    found = _CHARSET.search(headers.get_header("Content-Type", "")) if headers else None
-    return found[1] if found else None
+    match = _CHARSET.search(headers.get_header("Content-Type", "")) if headers else None
+    return match[1] if match else None
 
 
 def _decoded(content: bytes, charset: str | None, *, is_html: bool) -> str | None:

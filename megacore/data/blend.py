@@ -166,12 +166,12 @@ def check_epochs(
 
 def _reached(parts: Sequence[Phase], number: int, limit: float) -> int:
     """Return the sample of the blend at which a member has given `limit` samples."""
-    given = 0.0
+    reached = 0.0
     for phase in parts:
         share = phase.shares[number]
-        if given + share * (phase.stop - phase.start) > limit:
-            return phase.start + int((limit - given) / share)
-        given += share * (phase.stop - phase.start)
+        if reached + share * (phase.stop - phase.start) > limit:
+            return phase.start + int((limit - reached) / share)
+        reached += share * (phase.stop - phase.start)
     return parts[-1].stop
 
 

@@ -85,9 +85,9 @@ def _count(rows: "Dataset", column: str) -> int:
     """Return the number of choices of the first training row, at least 2."""
     choices = rows[0][column]
     if not isinstance(choices, list) or len(choices) < 2:
-        found = f"{len(choices)}" if isinstance(choices, list) else f"a {type(choices).__name__}"
+        content = f"{len(choices)}" if isinstance(choices, list) else f"a {type(choices).__name__}"
         raise DataFormatError(
-            f"row 0 of the train split has {found} in column {column!r} (task.choices_columns), "
+            f"row 0 of the train split has {content} in column {column!r} (task.choices_columns), "
             "where a list of two or more choices is expected: repair it, or name one column for "
             "each choice"
         )

@@ -69,9 +69,9 @@ class Spans:
             first = (place - (window - 1)).clamp(min=0)
         if documents is not None:
             documents = documents.contiguous()
-            own = documents[:, keys - queries :].contiguous()
-            begin = torch.searchsorted(documents, own, out_int32=True)
-            end = torch.searchsorted(documents, own, out_int32=True, right=True)
+            query_documents = documents[:, keys - queries :].contiguous()
+            begin = torch.searchsorted(documents, query_documents, out_int32=True)
+            end = torch.searchsorted(documents, query_documents, out_int32=True, right=True)
             first, last = torch.maximum(first, begin), torch.minimum(last, end - 1)
         if present is not None:
             begin = torch.where(present, every, keys).amin(1, keepdim=True)

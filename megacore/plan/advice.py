@@ -256,28 +256,28 @@ def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     """Yield changes that use more of ZeRO and offload, from small to large."""
     zero, most = zero_of(config), 3 if config.parallel.pipeline_model_parallel_size == 1 else 1
-    asked = user_settings_of(config) if config.engine == "deepspeed" else None
+    user_settings = user_settings_of(config) if config.engine == "deepspeed" else None
     native_most = 3 if config.parallel.pipeline_model_parallel_size == 1 else 2
-    for stage in range(zero.stage + 1, (most if asked else native_most) + 1):
+    for stage in range(zero.stage + 1, (most if user_settings else native_most) + 1):
         yield _Change(
             "zero",
-            _asking(config.deepspeed, asked, {_STAGE: stage})
-            if asked
+            _asking(config.deepspeed, user_settings, {_STAGE: stage})
+            if user_settings
             else {"parallel.data_parallel_sharding": ZERO_STAGES[stage]},
         )
     if not gpu:  # the CPU has only one memory
         return
     divided = max(most, zero.stage)
-    stage_too = {_STAGE: divided} if divided > zero.stage or asked is None else {}
+    stage_too = {_STAGE: divided} if divided > zero.stage or user_settings is None else {}
     optimizer, weights = (f"zero_optimization.{what}.device" for what in _OFFLOADS)
     more = {optimizer: "cpu"} if zero.offload_optimizer == "none" else {}
-    if more and asked is not None and zero.stage > 0:
-        yield _Change("offload", _asking(config.deepspeed, asked, more))
+    if more and user_settings is not None and zero.stage > 0:
+        yield _Change("offload", _asking(config.deepspeed, user_settings, more))
     if more and stage_too:
-        yield _Change("offload", _asking(config.deepspeed, asked, stage_too | more))
+        yield _Change("offload", _asking(config.deepspeed, user_settings, stage_too | more))
     if zero.offload_param == "none" and divided == 3:
         yield _Change(
-            "offload", _asking(config.deepspeed, asked, stage_too | more | {weights: "cpu"})
+            "offload", _asking(config.deepspeed, user_settings, stage_too | more | {weights: "cpu"})
         )
 
 

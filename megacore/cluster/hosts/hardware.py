@@ -99,8 +99,8 @@ def _remembered(hosts: tuple[str, ...], ssh_config: str | None) -> tuple[Hardwar
         if host not in hosts or answer.get("ssh_config") != ssh_config:
             continue
         with suppress(KeyError, TypeError, ValueError):  # of another version
-            told = Hardware.from_json(answer["hardware"], host=host), float(answer["time"])
-            newest = told if newest is None or told[1] > newest[1] else newest
+            remembered = Hardware.from_json(answer["hardware"], host=host), float(answer["time"])
+            newest = remembered if newest is None or remembered[1] > newest[1] else newest
     return newest
 
 

@@ -88,13 +88,14 @@ class TransformersWriter:
         if positions is None:
             return self._options.max_new_tokens or DEFAULT_NEW_TOKENS
         left = positions - 1 if self.answers else positions - length
-        asked = self._options.max_new_tokens
-        if asked is not None and asked > left:
+        requested = self._options.max_new_tokens
+        if requested is not None and requested > left:
             raise ConfigError(
-                f"max_new_tokens is {asked}, and the model's {positions} positions leave {left}: "
-                f"lower it to at most {left}" + ("" if self.answers else ", or shorten the text")
+                f"max_new_tokens is {requested}, and the model's {positions} positions leave "
+                f"{left}: lower it to at most {left}"
+                + ("" if self.answers else ", or shorten the text")
             )
-        return asked or min(DEFAULT_NEW_TOKENS, left)
+        return requested or min(DEFAULT_NEW_TOKENS, left)
 
     def _check_length(self, length: int) -> None:
         if length == 0:
