@@ -53,24 +53,19 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 
 def collect(
-    source: Source,
-    directory: Path,
-    *,
-    cache_directory: Path | None = None,
-    document_bytes: int = DOCUMENT_BYTES,
+    source: Source, directory: Path, *, document_bytes: int = DOCUMENT_BYTES
 ) -> dict[str, Any]:
     """Fill the empty `directory` with the corpus.
 
     Returns counts: documents, files, skipped_files, bytes; of a data set of the hub also its
     commit, and the rows if several form a document.
 
-    Downloads are cached in `cache_directory`, which outlives a failed attempt; it defaults to
-    `.huggingface` (hub) or `.downloads` (web servers) next to `directory`. Raises DataFormatError
-    for a source that is missing, empty or malformed, or has a document of more than
-    `document_bytes`, DownloadError if a server cannot be reached,
-    WorkspaceError.
+    Downloads stay in `.huggingface` (hub) or `.downloads` (web servers) next to `directory`, which
+    outlive a failed attempt. Raises DataFormatError for a source that is missing, empty or
+    malformed, or has a document of more than `document_bytes`, DownloadError if a server cannot be
+    reached, WorkspaceError.
     """
-    counts = _collector(source, cache_directory, directory.parent, document_bytes)(directory)
+    counts = _collector(source, directory.parent, document_bytes)(directory)
     if not counts["documents"]:
         raise DataFormatError(
             f"the corpus is empty: {describe(source)} has no document "
@@ -80,9 +75,7 @@ def collect(
     return counts
 
 
-def _collector(
-    source: Source, cache_directory: Path | None, parent: Path, limit: int
-) -> Callable[[Path], dict[str, Any]]:
+def _collector(source: Source, parent: Path, limit: int) -> Callable[[Path], dict[str, Any]]:
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory, limit)
@@ -93,11 +86,9 @@ def _collector(
         case WarcSource():
             return lambda directory: web_pages.collect(source, directory)
         case HttpSource():
-            downloads = cache_directory or parent / DOWNLOADS
-            return lambda directory: remote.collect(source, directory, downloads, limit)
+            return lambda directory: remote.collect(source, directory, parent / DOWNLOADS, limit)
         case HubSource():
-            hub_cache = cache_directory or parent / ".huggingface"
-            return lambda directory: hub.collect(source, directory, hub_cache, limit)
+            return lambda directory: hub.collect(source, directory, parent / ".huggingface", limit)
         case PrefixSource():
             return lambda directory: local_files.collect_prefix(source, directory)
 

@@ -87,9 +87,9 @@ def test_files_of_every_format_are_collected(site: Site, tmp_path: Path) -> None
 def test_a_second_download_gives_an_identical_corpus(site: Site, tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
-        collect(source(site, "/x/a.jsonl"), tmp_path / "out", cache_directory=tmp_path / "cache")
+        collect(source(site, "/x/a.jsonl"), tmp_path / "out")
         contents.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
-        shutil.rmtree(tmp_path / "cache")
+        shutil.rmtree(tmp_path / ".downloads")
         shutil.rmtree(tmp_path / "out")
         (tmp_path / "out").mkdir()
     assert contents[0] == contents[1]
