@@ -200,7 +200,7 @@ class SystemMetrics:
         self._starter.start()
 
     def stop(self) -> None:
-        """End the monitor, and wait shortly for what it has still to send."""
+        """End the monitor, and wait at most _LONGEST_STOP seconds for its last measurements."""
         ending = threading.Thread(target=self._finish, daemon=True)
         ending.start()
         ending.join(_LONGEST_STOP)

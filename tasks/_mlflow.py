@@ -313,8 +313,7 @@ class Tracking:
     def errors(self, action: str) -> Iterator[None]:
         """Translate errors of MLflow into a TrackingError that names the failed action.
 
-        What this host's disk refuses is no fault of a server: it becomes a WorkspaceError or
-        FileAccessError.
+        An error of this host's disk becomes a WorkspaceError or FileAccessError instead.
         """
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError

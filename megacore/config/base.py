@@ -80,7 +80,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _bools_are_no_numbers(cls, values: Any) -> Any:
+    def _refuse_booleans(cls, values: Any) -> Any:
         """Refuse booleans for numeric fields, because Python would accept them as 1 or 0.
 
         YAML reads on and off as booleans: for fields with the value "on" or "off" they are

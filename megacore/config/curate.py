@@ -302,7 +302,7 @@ class CurateSteps(Section):
 
     @field_validator("curate")
     @classmethod
-    def _text_stays(cls, value: tuple[CurateStep, ...]) -> tuple[CurateStep, ...]:
+    def _steps_agree(cls, value: tuple[CurateStep, ...]) -> tuple[CurateStep, ...]:
         check_across_sources(value)
         return value
 

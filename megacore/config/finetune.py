@@ -255,12 +255,12 @@ class FinetuneConfig(Section):
 
     @field_validator("tracking", mode="before")
     @classmethod
-    def _runs_have_an_experiment_of_their_own(cls, value: Any) -> Any:
+    def _default_experiment(cls, value: Any) -> Any:
         return {"experiment": "finetune"} | value if isinstance(value, dict) else value
 
     @model_validator(mode="before")
     @classmethod
-    def _files_are_merged(cls, values: Any, info: ValidationInfo) -> Any:
+    def _merge_files(cls, values: Any, info: ValidationInfo) -> Any:
         from megacore.config.finetune_files import FILES, merge_files
 
         return (

@@ -156,14 +156,14 @@ class LaunchConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _launcher_is_called_kind(cls, values: Any) -> Any:
+    def _refuse_earlier_name(cls, values: Any) -> Any:
         if isinstance(values, dict) and "launcher" in values:
             raise ValueError("launch.launcher is called launch.kind: rename it")
         return values
 
     @field_validator("nproc_per_node")
     @classmethod
-    def _ranks_of_a_host_are_few(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
+    def _ranks_are_in_range(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
         if value != "auto" and not 1 <= value <= MOST_SLOTS:
             raise ValueError(
                 f"launch.nproc_per_node is {value}: give the ranks of a host, at least 1 and "

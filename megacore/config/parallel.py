@@ -59,7 +59,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sharding_has_one_name(cls, values: Any) -> Any:
+    def _refuse_earlier_name(cls, values: Any) -> Any:
         if isinstance(values, dict) and "use_distributed_optimizer" in values:
             raise ValueError(
                 "parallel.use_distributed_optimizer is called parallel.data_parallel_sharding: "

@@ -70,7 +70,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_a_json_leaves_out_is_deepspeeds(cls, values: Any) -> Any:
+    def _fill_in_deepspeeds_defaults(cls, values: Any) -> Any:
         return with_defaults(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")

@@ -80,7 +80,7 @@ class KernelsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_word_is_for_all(cls, value: Any) -> Any:
+    def _expand_one_word(cls, value: Any) -> Any:
         if not isinstance(value, dict | cls) and value not in ("auto", "plain"):
             raise ValueError(
                 f"train.kernels is {value!r}: give auto, plain, or a mapping of operations, such "
@@ -104,7 +104,7 @@ class KernelsConfig(Section):
         return self.model_copy(update=dict.fromkeys(step + compiled, "auto"))
 
     @model_serializer(mode="plain")
-    def _as_short_as_written(self) -> str | dict[str, str]:
+    def _serialize_as_written(self) -> str | dict[str, str]:
         return self.written
 
     @property

@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from megacore.data import _compiled
 from megacore.data.index_directory import IndexMaps
-from megacore.data.index_plans import INT32_MAX
+from megacore.data.index_plans import INT32_MAX, UINT32_MAX
 
-_UINT32_MAX = 2**32 - 1
 Lengths = npt.NDArray[np.int32]
 
 
@@ -40,7 +39,7 @@ def build_best_fit(
         (epochs * samples + 1, 2), np.int64 if wide else np.int32
     )
     sample_index[-1] = len(document_index), 0
-    wide_order = epochs * samples >= _UINT32_MAX - 1
+    wide_order = epochs * samples >= UINT32_MAX - 1
     order_type = np.int64 if wide_order else np.uint32
     shuffle_index: npt.NDArray[Any] = np.arange(epochs * samples, dtype=order_type)
     pack = _compiled.pack_best_fit_int64 if wide else _compiled.pack_best_fit_int32

@@ -46,6 +46,7 @@ from megacore.data.index_options import (
 from megacore.data.index_plans import (
     EXTRA_TOKENS,
     INT32_MAX,
+    UINT32_MAX,
     EpochPlan,
     MemberPlan,
     SplitPlan,
@@ -59,7 +60,6 @@ _T = TypeVar("_T")
 
 VERSION = 2
 """Version of the index stage, increased whenever its output changes."""
-_UINT32_MAX = 2**32 - 1
 _PIECE = 1 << 18
 """Number of entries that are numbered at a time."""
 _BUILDERS: dict[type[np.generic], Any] = {
@@ -292,7 +292,7 @@ def _shuffle_apart(
 
 def _in_order(samples: int) -> npt.NDArray[Any]:
     """Return the numbers of the samples."""
-    index = np.empty(samples, np.int64 if samples >= _UINT32_MAX - 1 else np.uint32)
+    index = np.empty(samples, np.int64 if samples >= UINT32_MAX - 1 else np.uint32)
     _number(index, 0)
     return index
 

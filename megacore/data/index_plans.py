@@ -26,6 +26,7 @@ EXTRA_TOKENS = 1
 _FINAL_EPOCH_USE = 0.8
 """Used fraction of the final epoch below which it is shuffled separately."""
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 _OTHER_SPLITS = ("90,5,5", "80,10,10", "60,20,20")
 """Weights to propose when a split is too small for one sample."""
 

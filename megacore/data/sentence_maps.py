@@ -33,12 +33,11 @@ from megacore.data.index_options import (
     SentenceOptions,
     split_ranges,
 )
-from megacore.data.index_plans import check_agreement, check_requested
+from megacore.data.index_plans import UINT32_MAX, check_agreement, check_requested
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _ENDLESS = 2**31 - 2
-_UINT32_MAX = 2**32 - 1
 _BLOCK = 1 << 20
 
 
@@ -82,7 +81,7 @@ def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray
     Raises:
         DataFormatError: if samples are requested but there are none.
     """
-    wide = len(part.dataset) > _UINT32_MAX
+    wide = len(part.dataset) > UINT32_MAX
     build = helpers.build_sentence_map_uint64 if wide else helpers.build_sentence_map_uint32
     samples = build(*_arguments(part, options))
     _check_count(part, options, len(samples))

@@ -101,7 +101,7 @@ def find_prefixes(
 
     The path is that of a pair of token files, with or without the suffix, or a directory of the
     tokenize stage, which for several sources refers to several pairs. Raises DataFormatError if
-    there are none; the message tells to give what `accepted` names.
+    there are none; the message suggests `accepted`.
     """
     if Path(path).is_dir():
         place = Path(path)
@@ -121,7 +121,7 @@ def find_prefixes(
 def require_pair(prefix: str, accepted: str, path: str | Path | None = None) -> None:
     """Raise DataFormatError if there is no pair of token files at `prefix`.
 
-    The message suggests pairs with similar names, else it tells to give what `accepted` names.
+    The message suggests pairs with similar names, else `accepted`.
     `path` is the path that the user gave, which is named if it does not exist; None means that of
     the .idx.
     """

@@ -93,7 +93,7 @@ class Job(RankJob):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_an_earlier_version(cls, values: Any) -> Any:
+    def _rename_earlier_values(cls, values: Any) -> Any:
         """Rename values in files of earlier versions."""
         config = values.get("config") if isinstance(values, dict) else None
         return (

@@ -34,7 +34,7 @@ MFU_NAMES = {"mfu": "of the vendor's peak", "mfu_measured": "of measured matmuls
 
 
 def prepare_output() -> None:
-    """Let this process print any text to whatever its standard output and error are.
+    """Make standard output and standard error accept any text.
 
     Characters that a terminal's encoding lacks are printed as escapes: an ASCII terminal shows
     Japanese text as backslashes and numbers. Streams that the caller has closed (`>&-`) are opened

@@ -56,7 +56,7 @@ class SlurmArrays:
     def __init__(
         self, options: SlurmExecutor, workers: int | None, say: Callable[[str], None]
     ) -> None:
-        """Keep the options of the arrays; `say` shows a sentence on their course."""
+        """Keep the options of the arrays; `say` shows a sentence on their progress."""
         self._options, self._workers, self._say = options, workers, say
 
     @contextmanager

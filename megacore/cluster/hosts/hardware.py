@@ -28,9 +28,9 @@ def hardware_of(launch: LaunchConfig) -> Hardware:
     """Return the hardware of the hosts that `launch` names, which are assumed to be equal.
 
     That is this host's, unless the hostfile has only other hosts: then the first of them that
-    answers is asked, once per process. If none does, the last answer that the workspace has of one
-    of them counts, with a warning: keys and cached stages are found with it, and ranks that start
-    fail at the silent host. The hosts of a scheduler are not known before a job starts; this host's
+    answers is asked, once per process. If none answers, the newest answer recorded in the workspace
+    is used, with a warning: it suffices to find keys and cached stages, and ranks that start fail
+    at the silent host. The hosts of a scheduler are not known before a job starts; this host's
     hardware is returned for them.
 
     Raises:
