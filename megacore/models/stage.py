@@ -23,15 +23,16 @@ from megacore.models.layers.transformer import TransformerLayer
 from megacore.models.parameters import parameter_count
 from megacore.optim.muon import RowParts
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel.executor import Executor
+from megacore.pipeline_parallel.executor import AHEAD, Executor, StageWork
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, copied_parameters
 from megacore.pipeline_parallel.schedules import (
     Direction,
     Message,
-    Pass,
     Pipeline,
+    StagePasses,
     build_schedule,
     forward_only,
+    passes_of_stage,
 )
 from megacore.tensor_parallel import (
     ColumnParallelLinear,
@@ -101,7 +102,9 @@ class Stage:
         ]
         self.device = torch.device(device)
         self._pipeline = Pipeline(stages.size, virtual)
-        self._passes: dict[int, tuple[Pass, ...]] = {}
+        self._passes: dict[tuple[int, bool], StagePasses] = {}
+        self._known: set[tuple[str, frozenset[int | None]]] = set()
+        """Kinds and sizes of the passes that have run."""
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -232,14 +235,17 @@ class Stage:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
             stage; an empty list on the others.
         """
-        passes = self._training_passes(len(seeds))
-        delayed = frozenset(each.chunk for each in passes if each.direction is Direction.WEIGHTS)
+        kind = "training", frozenset({seq_length})
+        # The first passes load the code of weight gradients before anything waits for them.
+        delays = self._config.parallel.delay_weight_gradients and kind in self._known
+        passes = self._training_passes(len(seeds), delays=delays)
+        delayed = frozenset(
+            each.chunk for each in passes.passes if each.direction is Direction.WEIGHTS
+        )
         work = _Training(self, batches, seeds, syncs, scale, delayed, complete=complete)
         samples = self._config.train.micro_batch_size
-        self._executor().run(
-            passes,
-            work,
-            lambda message: self._shape(message, samples, seq_length),
+        self._run(
+            passes, work, lambda message: self._shape(message, samples, seq_length), kind=kind
         )
         return work.losses
 
@@ -269,14 +275,16 @@ class Stage:
         for chunk in self.chunks:
             chunk.eval()
         try:
-            passes = (
+            schedule = (
                 forward_only(self._pipeline.stages, len(sizes), self._pipeline.chunks)
                 if sizes
                 else ((),) * self._pipeline.stages
             )
-            local_passes = passes[self.mesh.pipeline_parallel.rank]
-            self._executor().run(
-                local_passes, work, lambda message: self._shape(message, sizes[message.micro_batch])
+            self._run(
+                passes_of_stage(schedule, self.mesh.pipeline_parallel.rank),
+                work,
+                lambda message: self._shape(message, sizes[message.micro_batch]),
+                kind=("scoring", frozenset(sizes)),
             )
         finally:
             for chunk in self.chunks:
@@ -288,26 +296,39 @@ class Stage:
         chunk = message.chunk + (message.direction is Direction.BACKWARD)
         return self.hidden_shape(samples, chunk, seq_length)
 
-    def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
+    def _training_passes(self, micro_batches: int, *, delays: bool) -> StagePasses:
         """Return this rank's passes, built once for each number of micro batches.
 
-        During a ramp-up of the batch size, the number of micro batches grows.
+        During a ramp-up of the batch size, the number of micro batches grows. With `delays`, weight
+        gradients are separate passes.
         """
-        if micro_batches not in self._passes:
-            parallel = self._config.parallel
+        if (micro_batches, delays) not in self._passes:
             schedule = build_schedule(
-                parallel.pipeline_schedule,
+                self._config.parallel.pipeline_schedule,
                 self._pipeline.stages,
                 micro_batches,
                 self._pipeline.chunks,
-                delayed=parallel.delay_weight_gradients,
+                delayed=delays,
             )
-            self._passes[micro_batches] = schedule[self.mesh.pipeline_parallel.rank]
-        return self._passes[micro_batches]
+            self._passes[micro_batches, delays] = passes_of_stage(
+                schedule, self.mesh.pipeline_parallel.rank
+            )
+        return self._passes[micro_batches, delays]
 
-    def _executor(self) -> Executor:
+    def _run(
+        self,
+        passes: StagePasses,
+        work: StageWork,
+        shape: Callable[[Message], torch.Size],
+        *,
+        kind: tuple[str, frozenset[int | None]],
+    ) -> None:
+        """Run passes; those of a new `kind` load code, and therefore post no receives ahead."""
         dtype = next(self.chunks[0].parameters()).dtype
-        return Executor(self.mesh, self._pipeline, dtype, self.device)
+        Executor(self.mesh, self._pipeline, dtype, self.device).run(
+            passes, work, shape, ahead=AHEAD if kind in self._known else 0
+        )
+        self._known.add(kind)
 
 
 class _Work:

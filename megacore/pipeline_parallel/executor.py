@@ -1,11 +1,17 @@
 """Executor of pipeline schedules.
 
-Receives between stages are posted before their use. Sends are waited for only at the end, or when
-too many are in transit.
+Receives between stages are posted before their use, so that messages are transferred while a stage
+computes. Sends are waited for only at the end, or when too many are in transit.
+
+On a GPU a posted receive is a kernel that runs until the message arrives. Calls of the host that
+wait for all kernels, as CUDA may in order to load the code of a new one, then wait for the sender.
+So a receive is never posted before the passes of its own stage that its message depends on. Two
+stages could still wait for each other, if both load code at a time: passes that run for the first
+time post a receive only when they need its message.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -16,11 +22,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megacore.parallel.collectives import wait_phase
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.shared_memory import ADDRESS
-from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline
+from megacore.pipeline_parallel.schedules import (
+    Direction,
+    Message,
+    Pass,
+    Pipeline,
+    StagePasses,
+)
 
 AHEAD = 2
-"""Number of receives posted at any time: the current one, and the next, which is transferred at the
-same time."""
+"""Most receives posted at any time: the current one, and the next, which is transferred at the same
+time."""
 _InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
 
@@ -35,35 +47,41 @@ class Mailbox:
     def __init__(
         self,
         mesh: ProcessMesh,
-        expected: Iterable[Message],
+        expected: Iterable[tuple[Message, int]],
         shape: Callable[[Message], torch.Size],
         dtype: torch.dtype,
         device: torch.device,
         *,
+        ahead: int = AHEAD,
         backlog: int | None = None,
     ) -> None:
         """Post the first receives.
 
         Args:
             mesh: this process's groups.
-            expected: all messages that this stage receives, in the order of its passes.
+            expected: all messages that this stage receives, in the order of its passes, each with
+                the number of this stage's first passes that it depends on.
             shape: function that returns a message's shape.
             dtype: type of every message.
             device: device that receives the messages.
+            ahead: maximum number of posted receives; 0 posts each when its message is needed.
             backlog: maximum number of messages in transit; None if the schedule limits them. Needed
                 only for forward passes without backward passes, in which a stage may run ahead of
                 the next.
         """
         self._mesh, self._memory = mesh, mesh.messages
-        self._expected: Iterator[Message] = iter(expected)
+        self._expected = deque(expected)
+        self._started = 0
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._backlog = backlog
+        self._ahead, self._backlog = ahead, backlog
         self._posted: deque[tuple[Message, Tensor, dist.Work]] = deque()
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
         self._post()
 
     def receive(self, message: Message) -> Tensor:
         """Wait for the next message, which must be `message`, and return it."""
+        if not self._posted:
+            self._post_next()
         posted, tensor, work = self._posted.popleft()
         assert posted == message, f"{posted} was posted where {message} is due"
         self._post()
@@ -92,6 +110,11 @@ class Mailbox:
                 return
         self._start_send(message, tensor, _tag(message, whole=True))
 
+    def count_pass(self) -> None:
+        """Count a pass that has been started, and post the receives that depended on it."""
+        self._started += 1
+        self._post()
+
     def close(self) -> None:
         """Wait until all messages have been sent."""
         while self._sent:
@@ -102,14 +125,20 @@ class Mailbox:
             self._sent.popleft()[1].wait()
 
     def _post(self) -> None:
-        while len(self._posted) < AHEAD:
-            message = next(self._expected, None)
-            if message is None:
-                return
-            whole = self._memory is None
-            tensor = self._empty(message) if whole else torch.empty(ADDRESS, dtype=torch.int64)
-            work = self._start_receive(message, tensor, _tag(message, whole=whole))
-            self._posted.append((message, tensor, work))
+        """Post receives of messages that depend only on passes that have been started."""
+        while (
+            len(self._posted) < self._ahead
+            and self._expected
+            and self._expected[0][1] <= self._started
+        ):
+            self._post_next()
+
+    def _post_next(self) -> None:
+        message, _ = self._expected.popleft()
+        whole = self._memory is None
+        tensor = self._empty(message) if whole else torch.empty(ADDRESS, dtype=torch.int64)
+        work = self._start_receive(message, tensor, _tag(message, whole=whole))
+        self._posted.append((message, tensor, work))
 
     def _empty(self, message: Message) -> Tensor:
         return torch.empty(self._shape(message), dtype=self._dtype, device=self._device)
@@ -175,26 +204,37 @@ class Executor:
         self._stage = mesh.pipeline_parallel.rank
 
     def run(
-        self, passes: Sequence[Pass], work: StageWork, shape: Callable[[Message], torch.Size]
+        self,
+        stage: StagePasses,
+        work: StageWork,
+        shape: Callable[[Message], torch.Size],
+        *,
+        ahead: int = AHEAD,
     ) -> None:
         """Run all passes of this stage.
 
         Args:
-            passes: passes of this stage, in order.
+            stage: passes of this stage.
             work: computation of a pass.
             shape: function that returns the shape of a message that this stage receives.
+            ahead: see `Mailbox`; must be 0 if a pass may be the first of its kind on this device.
         """
-        receives = (self._pipeline.receive(self._stage, each) for each in passes)
+        receives = (self._pipeline.receive(self._stage, each) for each in stage.passes)
         mailbox = Mailbox(
             self._mesh,
-            [message for message in receives if message is not None],
+            [
+                (message, needed)
+                for message, needed in zip(receives, stage.dependencies, strict=True)
+                if message is not None
+            ],
             shape,
             self._dtype,
             self._device,
+            ahead=ahead,
             backlog=None if torch.is_grad_enabled() else 2 * self._pipeline.stages,
         )
         in_flight: _InFlight = {}
-        for each in passes:
+        for each in stage.passes:
             match each.direction:
                 case Direction.FORWARD:
                     self._forward(each, work, mailbox, in_flight)
@@ -202,6 +242,7 @@ class Executor:
                     self._backward(each, work, mailbox, in_flight)
                 case Direction.WEIGHTS:
                     work.weight_gradients(each.micro_batch, each.chunk)
+            mailbox.count_pass()
         mailbox.close()
 
     def _forward(self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight) -> None:

@@ -40,6 +40,16 @@ Schedule = tuple[tuple[Pass, ...], ...]
 """Passes of every stage, in the order in which the stage runs them."""
 
 
+class StagePasses(NamedTuple):
+    """Passes of one stage, with what their messages depend on."""
+
+    passes: tuple[Pass, ...]
+    """Passes in the order in which the stage runs them."""
+    dependencies: tuple[int, ...]
+    """Number of the stage's own first passes without which another stage cannot send the message
+    that a pass waits for; 0 for a pass without a message."""
+
+
 class Message(NamedTuple):
     """Tensor sent from one pass to another: hidden states (forward) or gradient (backward)."""
 
@@ -241,6 +251,36 @@ def build_schedule(
     else:
         schedule = (gpipe if kind == "gpipe" else one_f_one_b)(stages, micro_batches)
     return delay_weight_gradients(schedule) if delayed else schedule
+
+
+def passes_of_stage(schedule: Schedule, stage: int) -> StagePasses:
+    """Return the passes of one stage of a schedule without a deadlock.
+
+    A message depends on the passes that precede its pass at the sender, and on what the messages of
+    these depend on: for example that of a gradient on the receiver's forward pass.
+    """
+    pipeline = Pipeline.of(schedule)
+    dependencies: list[int] = []
+    sent: dict[Message, int] = {}  # a message's number of dependencies
+    latest = [0] * len(schedule)
+    waiting = [deque(passes) for passes in schedule]
+    while remaining := sum(map(len, waiting)):
+        for number, passes in enumerate(waiting):
+            while passes:
+                message = pipeline.receive(number, passes[0])
+                if message is not None and message not in sent:
+                    break
+                needed = 0 if message is None else sent[message]
+                if number == stage:
+                    dependencies.append(needed)
+                    latest[number] = len(dependencies)
+                else:
+                    latest[number] = max(latest[number], needed)
+                result = pipeline.send(number, passes.popleft())
+                if result is not None:
+                    sent[result] = latest[number]
+        assert sum(map(len, waiting)) < remaining, "the schedule ends in a deadlock"
+    return StagePasses(schedule[stage], tuple(dependencies))
 
 
 def max_in_flight(passes: Sequence[Pass]) -> int:

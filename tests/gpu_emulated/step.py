@@ -35,7 +35,8 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 50257
     memory: bool = False
-    """True to track the memory, which takes more time, and to leave out the first iteration."""
+    """True to track the memory, which takes more time, and, without a pipeline, to leave out the
+    first iteration."""
     iterations_only: bool = False
     """True to leave out the evaluation and the save."""
     compiled: bool = False
@@ -225,8 +226,9 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
     # with graphs: at least one micro batch each, then the capture
-    # the first iteration needs as much memory as others
-    before = 0 if tracker is not None else WARM_UP + 1 if config.train.cuda_graphs else 1
+    # without a pipeline, the first iteration needs as much memory as others
+    only_first = tracker is not None and mesh.pipeline_parallel.size == 1
+    before = 0 if only_first else WARM_UP + 1 if config.train.cuda_graphs else 1
     with PrefetchingIterator(read, stepper.upcoming(state, before + 1)) as batches:
         with watch(Record()) if config.train.cuda_graphs else contextlib.nullcontext():
             for _ in range(before):

@@ -1,17 +1,29 @@
 """The executor with stages that compute by hand."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.pipeline_parallel.executor import Executor
-from megacore.pipeline_parallel.schedules import Pipeline, Schedule, build_schedule, forward_only
+from megacore.pipeline_parallel.executor import AHEAD, Executor
+from megacore.pipeline_parallel.schedules import (
+    Direction,
+    Pipeline,
+    Schedule,
+    build_schedule,
+    delay_weight_gradients,
+    forward_only,
+    passes_of_stage,
+)
 from tests._dist import run_distributed, still_alive
 
 SHAPE = torch.Size((2, 3))
@@ -76,7 +88,10 @@ def run_case(mesh: ProcessMesh, schedule: Schedule, *, training: bool) -> dict[s
     work = Multiply(pipeline, stage)
     executor = Executor(mesh, pipeline, torch.float64, torch.device("cpu"))
     with torch.set_grad_enabled(training):
-        executor.run(schedule[stage], work, lambda _: SHAPE)
+        # As in training: first without receives ahead, then with them.
+        executor.run(passes_of_stage(schedule, stage), work, lambda _: SHAPE, ahead=0)
+        work = Multiply(pipeline, stage)
+        executor.run(passes_of_stage(schedule, stage), work, lambda _: SHAPE)
     gradients = {
         number: None if weight.grad is None else float(weight.grad)
         for number, weight in zip(work.numbers, work.weights, strict=True)
@@ -143,3 +158,146 @@ def test_one_stage_needs_no_process_group() -> None:
     result = run_case(ProcessMesh.serial(), build_schedule("1f1b", 1, 3, 1), training=True)
     losses, gradients = expected(3, 1)
     assert (result["losses"], result["gradients"]) == (losses, gradients)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    **{
+        f"{kind}, {stages} stages, {micro_batches} micro batches": build_schedule(
+            kind, stages, micro_batches
+        )
+        for kind in ("1f1b", "gpipe")
+        for stages in (2, 3, 4)
+        for micro_batches in (1, 2, 3, 4, 6)
+    },
+    **{
+        f"{stages} stages of {chunks} chunks, {groups} groups": build_schedule(
+            "1f1b", stages, groups * stages, chunks
+        )
+        for stages in (2, 3, 4)
+        for chunks in (2, 3)
+        for groups in (1, 2)
+    },
+    **{
+        f"forward only, {stages} stages of {chunks} chunks": forward_only(stages, 7, chunks)
+        for stages in (2, 3)
+        for chunks in (1, 2)
+    },
+}
+
+
+class Recorded(Multiply):
+    """Records in `calls` when each pass starts, with the number of the earlier ones of its kind."""
+
+    def __init__(self, pipeline: Pipeline, stage: int, calls: list[tuple[str, int]]) -> None:
+        super().__init__(pipeline, stage)
+        self.calls = calls
+        self.kinds: Counter[tuple[str, int]] = Counter()
+
+    def start(self, direction: str, chunk: int) -> None:
+        self.calls.append(("start", self.kinds[direction, chunk]))
+        self.kinds[direction, chunk] += 1
+
+    def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
+        self.start("forward", chunk)
+        return super().forward(micro_batch, chunk, hidden)
+
+    def backward(
+        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
+    ) -> None:
+        self.start("backward", chunk)
+        super().backward(micro_batch, chunk, output, grad)
+
+    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        self.start("weight gradients", chunk)
+
+
+def calls_of(
+    schedule: Schedule, stage: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, int]]:
+    """Return a stage's starts of passes, and its sends and receives with their tags, in order."""
+    pipeline = Pipeline.of(schedule)
+    calls: list[tuple[str, int]] = []
+
+    def posted(kind: str) -> Any:
+        def post(tensor: Tensor, *, tag: int, **_: Any) -> Any:
+            calls.append((kind, tag))
+            return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+
+        return post
+
+    monkeypatch.setattr(dist, "isend", posted("send"))
+    monkeypatch.setattr(dist, "irecv", posted("receive"))
+    mesh = ProcessMesh(
+        pipeline_parallel=ParallelGroup(None, stage, pipeline.stages, "pipeline"),
+        channels=(None,) * 4,  # type: ignore[arg-type]
+    )
+    training = any(each.direction is Direction.BACKWARD for each in schedule[0])
+    with torch.set_grad_enabled(training):
+        Executor(mesh, pipeline, torch.float64, torch.device("cpu")).run(
+            passes_of_stage(schedule, stage),
+            Recorded(pipeline, stage, calls),
+            lambda _: SHAPE,
+            ahead=ahead,
+        )
+    return calls
+
+
+def unfinished(calls: list[list[tuple[str, int]]], waits: Callable[[int, int], bool]) -> list[int]:
+    """Return the stages that wait forever on GPUs.
+
+    If `waits(stage, number)`, the start of a pass, the `number`-th of its kind, waits until all
+    messages posted before it have been transferred, which takes both sides. Nothing else waits.
+    """
+    positions = [0] * len(calls)
+    posted: list[set[int]] = [set() for _ in calls]
+    progress = True
+    while progress:
+        progress = False
+        for stage, own in enumerate(calls):
+            others = [tags for other, tags in enumerate(posted) if other != stage]
+            while positions[stage] < len(own):
+                kind, number = own[positions[stage]]
+                if kind != "start":
+                    posted[stage].add(number)
+                elif waits(stage, number) and not posted[stage] <= set().union(*others):
+                    break
+                positions[stage] += 1
+                progress = True
+    return [stage for stage, own in enumerate(calls) if positions[stage] < len(own)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_that_load_code_do_not_wait_forever(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A posted receive is a kernel on a GPU, and a call that loads code waits for all kernels."""
+    stages = range(len(SCHEDULES[name]))
+    calls = [calls_of(SCHEDULES[name], stage, 0, monkeypatch) for stage in stages]
+    assert unfinished(calls, lambda _, number: number == 0) == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_receive_is_posted_before_the_passes_that_it_depends_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules = [SCHEDULES[name]]
+    if not name.startswith("forward"):
+        schedules.append(delay_weight_gradients(SCHEDULES[name]))
+    for schedule in schedules:
+        stages = range(len(schedule))
+        calls = [calls_of(schedule, stage, AHEAD, monkeypatch) for stage in stages]
+        for stage in stages:
+            assert unfinished(calls, lambda each, _, stage=stage: each == stage) == []  # type: ignore[misc]
+
+
+def test_receives_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of 1F1B, messages are transferred during the passes before they are needed."""
+    calls = calls_of(build_schedule("1f1b", 3, 8), 1, AHEAD, monkeypatch)
+    posted = started = 0
+    ahead = []
+    for kind, _ in calls:
+        posted += kind == "receive"
+        started += kind == "start"
+        if kind == "start":
+            ahead.append(posted - started)
+    assert ahead[2:10] == [AHEAD] * 8
