@@ -302,7 +302,11 @@ class _Switch:
         A kernel that fails has not changed the logits: they are overwritten last. Only lack of
         memory is no failure of the compiler.
         """
-        fast: Callable[..., Any] = torch.compile(whole, fullgraph=True, backend=backend)
+        # After another number of rows, as in an evaluation, torch would compile a graph for any
+        # number. In training it could give other bits than that of a run that has just resumed.
+        fast: Callable[..., Any] = torch.compile(
+            whole, fullgraph=True, dynamic=False, backend=backend
+        )
 
         def call(*arguments: Any) -> Any:
             if not self._failed:

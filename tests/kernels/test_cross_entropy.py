@@ -219,6 +219,27 @@ def test_a_failing_compiler_is_replaced_with_one_warning(caplog: pytest.LogCaptu
     ]
 
 
+def test_another_number_of_rows_does_not_change_the_graph(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A run that has evaluated computes with the same graph as one that has just resumed."""
+    shapes = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        shapes.append([each.shape for each in inputs if isinstance(each, Tensor)])
+        return graph.forward
+
+    kernel = compiled(record)
+    logits, labels = logits_and_labels(torch.float32)
+    for rows in (ROWS, ROWS - 2, ROWS - 3, ROWS):
+        kernel.statistics(logits[:rows], labels[:rows], False)
+    assert shapes == [
+        [torch.Size((rows, WIDTH)), torch.Size((rows,))] for rows in (ROWS, ROWS - 2, ROWS - 3)
+    ]
+    assert all(type(size) is int for graph in shapes for shape in graph for size in shape)
+    assert not [record for record in caplog.records if record.name.startswith("megacore")]
+
+
 def test_a_working_compiler_is_used(caplog: pytest.LogCaptureFixture) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
