@@ -210,5 +210,31 @@ def build(
         holder=holder_name(),
         on_wait=log.info,
     )
-    log.info("%s %s %s: %s", key.stage, "built" if ran else "found", artifact.path, artifact.counts)
+    log.info(
+        "%s %s %s: %s",
+        key.stage,
+        "built" if ran else "found",
+        artifact.path,
+        summarize(artifact.counts),
+    )
     return StageResult(artifact=artifact, ran=ran)
+
+
+def summarize(counts: dict[str, Any]) -> str:
+    """Return the numbers and names among the counts as one line of text."""
+    parts = []
+    for name, value in counts.items():
+        label = name.replace("_", " ")
+        if isinstance(value, dict) and "samples" in value:
+            parts.append(f"{value['samples']:,} {label} samples")
+        if isinstance(value, (bool, dict)) or value is None:
+            continue
+        if isinstance(value, list):
+            parts.append(f"{len(value)} {label}")
+        elif isinstance(value, int):
+            parts.append(f"{value:,} {label}")
+        elif isinstance(value, float):
+            parts.append(f"{label} {value:.4g}")
+        else:
+            parts.append(f"{label} {value}")
+    return ", ".join(parts)

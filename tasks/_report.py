@@ -23,11 +23,11 @@ from megacore.artifact.workspace import EVENTS_FILE
 from megacore.config import RunConfig
 from megacore.observe.logging import MFU_NAMES
 from megacore.redact import redact, redact_values
+from tasks._cache import summarize
 from tasks._mlflow import versions
 from tasks._plots import short_count
 from tasks._report_charts import draw_charts, duration_unit, layouts_chart
 from tasks._run_history import Attempt, RunHistory, SavedCheckpoint, end_of
-from tasks._stage_runner import summarize
 
 _TEMPLATE = Path(__file__).with_name("_report.html.j2")
 _MOST_ROWS = 100

@@ -31,7 +31,7 @@ from megacore.config.load import name_of
 from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.observe.logging import output_fault
 from megacore.redact import redact, redact_values
-from tasks._cache import StageResult
+from tasks._cache import StageResult, summarize
 from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
 from tasks._logging import CountedRetries
@@ -338,23 +338,3 @@ def numbered(stage: str, number: int) -> str:
     Numbers count from 0.
     """
     return f"{stage} {number + 1}" if number else stage
-
-
-def summarize(counts: dict[str, Any]) -> str:
-    """Return the numbers and names among the counts as one line of text."""
-    parts = []
-    for name, value in counts.items():
-        label = name.replace("_", " ")
-        if isinstance(value, dict) and "samples" in value:
-            parts.append(f"{value['samples']:,} {label} samples")
-        if isinstance(value, (bool, dict)) or value is None:
-            continue
-        if isinstance(value, list):
-            parts.append(f"{len(value)} {label}")
-        elif isinstance(value, int):
-            parts.append(f"{value:,} {label}")
-        elif isinstance(value, float):
-            parts.append(f"{label} {value:.4g}")
-        else:
-            parts.append(f"{label} {value}")
-    return ", ".join(parts)

@@ -12,14 +12,14 @@ from prefect.runtime import task_run
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space, workspace_errors
-from megacore.artifact.manifest import MANIFEST_NAME, depth_of, file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, EVENTS_FILE, RUN_FILE
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.spec import SpecialTokens
 from megacore.config.train import Precision
-from megacore.errors import ConfigError, MegacoreError, WorkspaceError
+from megacore.errors import ArtifactError, ConfigError, MegacoreError, WorkspaceError
 from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
@@ -150,15 +150,26 @@ def training_problem(
     from megacore.checkpoint.format import verify
 
     directory = run_directory(config, tokens, tokenizer)
-    problem = artifact_problem(train_key(config, tokens, tokenizer, index), config, directory)
+    key, target = train_key(config, tokens, tokenizer, index), config.train.train_iters
+    problem = artifact_problem(key, config, directory)
     if problem:
-        return problem
+        ended = _ended_at(directory)
+        longer = ended is not None and ended < target
+        return f"it ended at iteration {ended:,} of {target:,}" if longer else problem
     try:
         for checkpoint in open_artifact(directory).counts["checkpoints"]:
             verify(directory / checkpoint["path"], depth_of(config.verify))
     except MegacoreError as error:
         return str(error)
     return None
+
+
+def _ended_at(directory: Path) -> int | None:
+    """Return the last iteration of a finished training; None if there is none."""
+    try:
+        return int(Manifest.read(directory).counts["iterations"])
+    except (ArtifactError, KeyError):
+        return None
 
 
 @stage_task("train", train_key, check=training_problem, retry_condition=pretraining_may_retry)

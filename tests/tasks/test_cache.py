@@ -20,6 +20,7 @@ from tasks._cache import (
     artifact_directory,
     artifact_problem,
     should_retry,
+    summarize,
 )
 
 KEY = StageKey.of("collect", 1, {"source": "test"})
@@ -135,3 +136,14 @@ def test_error_while_computing_a_key_is_raised(
 )
 def test_only_transient_errors_are_retried(error: Exception, expected: bool) -> None:
     assert should_retry(None, None, Failed(data=error)) is expected
+
+
+def test_counts_are_summarized_in_words() -> None:
+    counts = {
+        "documents": 1786,
+        "valid_ppl": 98.7654,
+        "best": "iter_0000700",
+        "checkpoints": [1, 2],
+        "detail": {},
+    }
+    assert summarize(counts) == "1,786 documents, valid ppl 98.77, best iter_0000700, 2 checkpoints"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megacore.artifact import Artifact
+from megacore.artifact.build import seal
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import Marker, directory_name
 from megacore.config import RunConfig, load_config
@@ -356,6 +357,24 @@ def test_run_of_an_earlier_version_stays_in_the_order_of_its_last_checkpoint(
     assert train._planned_samples(longest, workplace.directory) == consumed_samples(longer)
     (newest / "state.json").write_text("{")
     assert train._planned_samples(longest, workplace.directory) == consumed_samples(first)
+
+
+def test_extended_run_says_where_its_training_ended(workplace: Workplace) -> None:
+    first, longer = (
+        config("gpt2-tiny", **VALUES, train__train_iters=iterations) for iterations in (10, 40)
+    )
+
+    def problem(run: RunConfig) -> str | None:
+        return train.training_problem(run, workplace.tokens, workplace.tokens, index)
+
+    index = workplace.index(first)
+    key = train.train_key(first, workplace.tokens, workplace.tokens, index)
+    counts = train.training_counts(workplace.directory, first, index)
+    seal(workplace.directory, key, counts, 1.0, train.SEALED)
+    assert problem(first) is None
+    assert problem(longer) == "it ended at iteration 10 of 40"
+    other = config("gpt2-tiny", **VALUES, train__train_iters=10, seed=7)
+    assert problem(other) == f"it was built with key {key.key}"
 
 
 def test_run_without_a_checkpoint_is_planned_from_its_first_sample(workplace: Workplace) -> None:

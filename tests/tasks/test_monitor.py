@@ -13,7 +13,7 @@ import pytest
 from megacore.config import RunConfig
 from tasks import _monitor, _stage_runner
 from tasks._monitor import LogTail
-from tasks._stage_runner import StageRow, StageRunner, summarize
+from tasks._stage_runner import StageRow, StageRunner
 
 
 def test_log_tail_emits_complete_lines_once(tmp_path: Path) -> None:
@@ -41,14 +41,6 @@ def test_log_tail_starts_at_the_end_of_the_existing_log(tmp_path: Path) -> None:
 
 
 def test_stage_row_is_formatted_as_text() -> None:
-    counts = {
-        "documents": 1786,
-        "valid_ppl": 98.7654,
-        "best": "iter_0000700",
-        "checkpoints": [1, 2],
-        "detail": {},
-    }
-    assert summarize(counts) == "1,786 documents, valid ppl 98.77, best iter_0000700, 2 checkpoints"
     row = StageRow("collect", "cached", 0.04, "abc", {"documents": 3})
     assert row.cells() == {
         "stage": "collect",
