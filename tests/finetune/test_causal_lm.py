@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError
 from megacore.finetune.task import build_task
-from tests.finetune._tiny_models import learn, prepare, scores, tiny_config, write_data, write_model
+from tests.finetune._tiny_models import (
+    learn,
+    prepare,
+    scores,
+    tiny_config,
+    write_data,
+    write_export,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from datasets import ClassLabel, Dataset, Features
 
 from megacore.config.finetune_task import ClassificationConfig, classification_settings
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.classification import ClassificationTask, read_labels
 from megacore.finetune.task import build_task
@@ -21,6 +20,7 @@ from tests.finetune._tiny_models import (
     tiny_config,
     word_rows,
     write_data,
+    write_export,
     write_model,
     write_rows,
 )

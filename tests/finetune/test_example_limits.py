@@ -7,10 +7,16 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError
 from megacore.finetune.task import build_task
-from tests.finetune._tiny_models import prepare, tiny_config, write_data, write_model, write_rows
+from tests.finetune._tiny_models import (
+    prepare,
+    tiny_config,
+    write_data,
+    write_export,
+    write_model,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.export import load_exported, sample_text
 from megacore.finetune.multiple_choice import (
@@ -25,6 +24,7 @@ from tests.finetune._tiny_models import (
     scores,
     tiny_config,
     write_data,
+    write_export,
     write_model,
     write_rows,
 )

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from megacore.artifact.manifest import Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError, DownloadError
 from megacore.finetune.pretrained import (
     collect_pretrained,
@@ -22,7 +21,7 @@ from megacore.finetune.pretrained import (
     read_model_config,
     read_tokenizer,
 )
-from tests.finetune._tiny_models import write_model
+from tests.finetune._tiny_models import write_export, write_model
 
 
 @pytest.fixture(scope="module")

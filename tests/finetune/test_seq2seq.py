@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.export import write_export
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.export import Exported, _usage, sample_text
 from megacore.finetune.metrics import ANSWERS_NAME, read_answers, write_answers
@@ -20,6 +19,7 @@ from tests.finetune._tiny_models import (
     scores,
     tiny_config,
     write_data,
+    write_export,
     write_model,
     write_rows,
 )
