@@ -2,12 +2,17 @@
 
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
 from threading import Thread
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class WorkerPool(ProcessPoolExecutor):
@@ -17,6 +22,20 @@ class WorkerPool(ProcessPoolExecutor):
         """Create the pool; its processes start with the first tasks."""
         self._recorder = _RecordingContext()
         super().__init__(processes, mp_context=self._recorder, initializer=_end_with_parent)
+
+    def submit(
+        self, fn: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs
+    ) -> "Future[Result]":
+        """Schedule a call. Raises BrokenProcessPool, also if the pool breaks in the meantime.
+
+        A broken pool closes its queue, and a process that this call just starts fails with OSError.
+        """
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except OSError as error:
+            if self._broken:
+                raise BrokenProcessPool("a process ended while another one was started") from error
+            raise
 
     def kill(self) -> None:
         """Kill the processes and wait for the end of the pool.

@@ -22,7 +22,8 @@ from pathlib import Path
 from megacore.errors import MegacoreError
 from megacore.config.hostfile import read_hostfile
 from megacore.jobs.run import TrainJob
-from megacore.cluster.placement.prepare import loaded_checkpoints, prepare_hosts
+from megacore.cluster.placement.prepare import prepare_hosts
+from megacore.cluster.placement.reads import loaded_checkpoints
 from megacore.cluster.hosts.ssh import Ssh
 
 job = TrainJob.read(Path(sys.argv[1]))
