@@ -231,8 +231,8 @@ def summarize(counts: dict[str, Any]) -> str:
             continue
         if isinstance(value, list):
             parts.append(f"{len(value)} {label}")
-        elif isinstance(value, int):
-            parts.append(f"{value:,} {label}")
+        elif isinstance(value, int):  # "1,786 documents", but "eod id 0"
+            parts.append(f"{value:,} {label}" if label.endswith("s") else f"{label} {value:,}")
         elif isinstance(value, float):
             parts.append(f"{label} {value:.4g}")
         else:

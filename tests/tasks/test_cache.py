@@ -141,9 +141,12 @@ def test_only_transient_errors_are_retried(error: Exception, expected: bool) -> 
 def test_counts_are_summarized_in_words() -> None:
     counts = {
         "documents": 1786,
+        "vocab_size": 8192,
         "valid_ppl": 98.7654,
         "best": "iter_0000700",
         "checkpoints": [1, 2],
         "detail": {},
     }
-    assert summarize(counts) == "1,786 documents, valid ppl 98.77, best iter_0000700, 2 checkpoints"
+    assert summarize(counts) == (
+        "1,786 documents, vocab size 8,192, valid ppl 98.77, best iter_0000700, 2 checkpoints"
+    )
