@@ -511,10 +511,12 @@ def test_damaged_profile_event_is_refused(log: EventLog) -> None:
 
 
 def test_table_of_answers_is_replaced_and_shown_as_a_table(
-    tracking: Tracking, log: EventLog, run_directory: Path, make_forwarder: MakeForwarder
+    tracking: Tracking,
+    log: EventLog,
+    run_directory: Path,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import mlflow
-
     table = run_directory / "answers.json"
     for iteration in (0, 10):
         table.write_text(f'{{"columns": ["step"], "data": [[{iteration}]]}}')
@@ -523,14 +525,10 @@ def test_table_of_answers_is_replaced_and_shown_as_a_table(
     (run_directory / OFFSET_FILE).unlink()
     assert make_forwarder().finish() == run_id
     assert [file.path for file in tracking.client.list_artifacts(run_id)].count("answers.json") == 1
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(tracking.uri)  # load_table ignores its client's
-    try:
-        frame = tracking.client.load_table(
-            tracking.experiment_id, artifact_file="answers.json", run_ids=[run_id]
-        )
-    finally:
-        mlflow.set_tracking_uri(before)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)  # load_table ignores its client's
+    frame = tracking.client.load_table(
+        tracking.experiment_id, artifact_file="answers.json", run_ids=[run_id]
+    )
     assert frame.to_dict("list") == {"step": [10]}
 
 

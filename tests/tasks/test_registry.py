@@ -139,14 +139,10 @@ def test_candidate_is_a_loadable_mlflow_model(
     assert (artifacts / "export" / "parity.json").is_file()
     assert (artifacts / "plots" / "loss.png").is_file()
     assert (artifacts / "report" / "report.html").is_file()
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(tracking.uri)
-    try:
-        pipeline = mlflow.transformers.load_model("models:/gpt2-test.v1@candidate")
-        assert pipeline(PROMPT, max_new_tokens=2)[0]["generated_text"].startswith(PROMPT)
-        assert isinstance(mlflow.pyfunc.load_model(receipt["uri"]).predict(PROMPT)[0], str)
-    finally:
-        mlflow.set_tracking_uri(before)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
+    pipeline = mlflow.transformers.load_model("models:/gpt2-test.v1@candidate")
+    assert pipeline(PROMPT, max_new_tokens=2)[0]["generated_text"].startswith(PROMPT)
+    assert isinstance(mlflow.pyfunc.load_model(receipt["uri"]).predict(PROMPT)[0], str)
 
 
 def test_all_tokenizer_files_are_published(

@@ -64,11 +64,12 @@ def test_bert_is_loaded_as_a_fill_mask_pipeline(
     facts: RunFacts,
     tmp_path: Path,
     name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import mlflow
 
     uri = publish(tracking, run_directory, config, facts, export(name, tmp_path / name))
-    mlflow.set_tracking_uri(tracking.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
     filler = mlflow.transformers.load_model(uri)
     assert type(filler).__name__ == "FillMaskPipeline"
     assert len(filler("w10 [mask_token] w20")) == 5
@@ -76,13 +77,18 @@ def test_bert_is_loaded_as_a_fill_mask_pipeline(
 
 
 def test_t5_is_loaded_as_model_and_tokenizer(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, tmp_path: Path
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import mlflow
 
     directory = export("t5-v1.1", tmp_path / "t5")
     uri = publish(tracking, run_directory, config, facts, directory)
-    mlflow.set_tracking_uri(tracking.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
     loaded = mlflow.transformers.load_model(uri, return_type="components")
     ids = loaded["tokenizer"]("w10 w11", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert ids.tolist() == [[10, 11]]
