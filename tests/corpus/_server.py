@@ -44,7 +44,7 @@ def etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:8]}"'
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     site: Site
 
@@ -120,9 +120,23 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve() -> Iterator[Site]:
-    site = Site()
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": site}))
+def serve(
+    site: Site | None = None,
+    handler: type[Handler] = Handler,
+    *,
+    port: int = 0,
+    **values: object,
+) -> Iterator[Site]:
+    """Serve a site from this process.
+
+    Args:
+        site: files and faults; None for an empty site.
+        handler: class that answers requests.
+        port: port on the loopback interface; 0 for a free one.
+        values: further attributes of the handler.
+    """
+    site = site or Site()
+    server = _Server(("127.0.0.1", port), type("SiteHandler", (handler,), {"site": site, **values}))
     site.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

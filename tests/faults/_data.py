@@ -6,7 +6,6 @@ Each builds its artifact below `place`, from inputs that all cases share.
 import hashlib
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from megacore.tokenizer.tokenize import (
     tokenize_corpus,
     tokenize_shard,
 )
-from tests.corpus._server import Site, _Handler, _Server
+from tests.corpus._server import Handler, Site, serve
 from tests.faults._cases import Kind
 
 Counts = Mapping[str, Any]
@@ -119,7 +118,7 @@ class _Paced:
         return getattr(self._file, name)
 
 
-class _PacedHandler(_Handler):
+class _PacedHandler(Handler):
     ranges: Path
     """Log of the Range header of each request."""
 
@@ -139,20 +138,10 @@ def _serve(inputs: Path) -> Iterator[None]:
 
     Its address is written to a file next to it, and each requested Range to another.
     """
-    site = Site(files={"/text.jsonl": (inputs / "text.jsonl").read_bytes()})
-    values = {"site": site, "ranges": inputs / "ranges"}
-    server = _Server(("127.0.0.1", 0), type("Handler", (_PacedHandler,), values))
-    (inputs / "url").write_text(
-        f"http://127.0.0.1:{server.server_port}/text.jsonl", encoding="ascii"
-    )
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    files = {"/text.jsonl": (inputs / "text.jsonl").read_bytes()}
+    with serve(Site(files), _PacedHandler, ranges=inputs / "ranges") as site:
+        (inputs / "url").write_text(f"{site.url}/text.jsonl", encoding="ascii")
         yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _prepare_download(inputs: Path) -> None:

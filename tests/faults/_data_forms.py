@@ -34,7 +34,7 @@ from megacore.tokenizer.sentences import SplitterChoice, make_splitter
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
 from megacore.zeroshot.texts import read_lambada, read_wikitext
-from tests.corpus._server import Site, _Handler, _Server, etag
+from tests.corpus._server import Handler, Site, _Server, etag
 from tests.faults._data import texts, write_corpus
 from tests.faults._mutations import Form
 from tests.train import _runs
@@ -53,7 +53,7 @@ def make_download(directory: Path) -> Sequence[Path]:
     """
     content = b"".join(_lines())
     server = _Server(
-        ("127.0.0.1", 0), type("Handler", (_Handler,), {"site": Site(files={"/a.jsonl": content})})
+        ("127.0.0.1", 0), type("Handler", (Handler,), {"site": Site(files={"/a.jsonl": content})})
     )
     threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -34,7 +34,7 @@ from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._tiny import documents, random_model, tiny_config
-from tests.corpus._server import Site, _Handler, _Server
+from tests.corpus._server import Site, serve
 from tests.faults import _data
 from tests.faults.sweep import Stage
 from tests.tasks.events import EventLog
@@ -120,24 +120,13 @@ def _prepare_download(inputs: Path) -> None:
 @contextmanager
 def _serve(inputs: Path) -> Iterator[None]:
     """Serve the input over HTTP from this process, always on the same port."""
-    import threading
-
-    site = Site(files={"/text.jsonl": (inputs / "text.jsonl").read_bytes()})
+    files = {"/text.jsonl": (inputs / "text.jsonl").read_bytes()}
     port = inputs / "port"
     number = int(port.read_text(encoding="ascii")) if port.exists() else 0
-    server = _Server(("127.0.0.1", number), type("Handler", (_Handler,), {"site": site}))
-    port.write_text(str(server.server_port), encoding="ascii")
-    (inputs / "url").write_text(
-        f"http://127.0.0.1:{server.server_port}/text.jsonl", encoding="ascii"
-    )
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with serve(Site(files), port=number) as site:
+        port.write_text(site.url.rpartition(":")[2], encoding="ascii")
+        (inputs / "url").write_text(f"{site.url}/text.jsonl", encoding="ascii")
         yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _download(inputs: Path, place: Path) -> None:
