@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks._entrants import CASES, OUT_OF_MEMORY, Work
+from benchmarks._gpu_figures import Part, Results, Row, load, report
 from benchmarks._turns import Contestant
 from benchmarks._verdict import Check
 
@@ -27,10 +28,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace all parts by ones that only note their names, which are returned."""
     names: list[str] = []
 
-    def part(name: str, bench: gpu.Bench) -> gpu.Part:
+    def part(name: str, bench: gpu.Bench) -> Part:
         names.append(name)
-        row = gpu.Row.of(f"row of {name}", CASES["smoke-bf16"], 0.5, 12.0)
-        return gpu.Part([row], [Check(name, 1.0, 0.5)])
+        row = Row.of(f"row of {name}", CASES["smoke-bf16"], 0.5, 12.0)
+        return Part([row], [Check(name, 1.0, 0.5)])
 
     for name in gpu.PARTS:
         monkeypatch.setitem(gpu.PARTS, name, partial(part, name))
@@ -39,23 +40,23 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_part_is_measured_once_in_a_setting(tmp_path: Path, measured: list[str]) -> None:
     path, bench = tmp_path / "gpu.json", gpu.Bench(SMOKE)
-    results = gpu.load(path, "one GPU", lambda: 2.0)
+    results = load(path, "one GPU", lambda: 2.0)
     assert gpu.run(bench, results, ["llama", "fp16"], path) == {}
-    again = gpu.load(path, "one GPU", lambda: 3.0)
+    again = load(path, "one GPU", lambda: 3.0)
     assert again == results
     gpu.run(bench, again, ["llama", "sweep", "fp16"], path)
     assert measured == ["llama", "fp16", "sweep"]
-    assert gpu.load(path, "another GPU", lambda: 3.0) == gpu.Results("another GPU", 3.0)
+    assert load(path, "another GPU", lambda: 3.0) == Results("another GPU", 3.0)
 
 
 def test_a_rate_that_was_not_measured_is_measured_again(
     tmp_path: Path, measured: list[str]
 ) -> None:
     path = tmp_path / "gpu.json"
-    results = gpu.load(path, "one GPU", lambda: float("nan"))
+    results = load(path, "one GPU", lambda: float("nan"))
     gpu.run(gpu.Bench(SMOKE), results, ["llama"], path)
-    assert "| nan% |" in gpu.report(results)
-    again = gpu.load(path, "one GPU", lambda: 2.0)
+    assert "| nan% |" in report(results, gpu.PARTS, None)
+    again = load(path, "one GPU", lambda: 2.0)
     assert (again.matmul, list(again.parts)) == (2.0, ["llama"])
 
 
@@ -65,17 +66,17 @@ def test_parts_for_which_time_is_short_are_left(
     clock = iter(range(0, 10_000, 100))
     monkeypatch.setattr(gpu.time, "monotonic", lambda: float(next(clock)))
     path = tmp_path / "gpu.json"
-    missing = gpu.run(gpu.Bench(SMOKE), gpu.Results("one GPU", 1.0), list(gpu.PARTS), path)
+    missing = gpu.run(gpu.Bench(SMOKE), Results("one GPU", 1.0), list(gpu.PARTS), path)
     assert measured
     assert list(missing) == list(gpu.PARTS)[len(measured) :]
     assert set(missing.values()) == {"the time did not suffice"}
-    assert list(gpu.load(path, "one GPU", lambda: 0.0).parts) == sorted(measured)
+    assert list(load(path, "one GPU", lambda: 0.0).parts) == sorted(measured)
 
 
 def test_all_figures_are_in_one_table(tmp_path: Path, measured: list[str]) -> None:
-    results = gpu.Results("one GPU", 2.0)
+    results = Results("one GPU", 2.0)
     gpu.run(gpu.Bench(SMOKE), results, list(gpu.PARTS), tmp_path / "gpu.json")
-    text = gpu.report(results)
+    text = report(results, gpu.PARTS, None)
     assert text.count("| row of ") == len(gpu.PARTS)
     assert "| 500.00 | 128 | - |" in text
 
@@ -83,9 +84,9 @@ def test_all_figures_are_in_one_table(tmp_path: Path, measured: list[str]) -> No
 def test_the_largest_micro_batch_is_between_the_last_that_fits_and_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def measured(name: str, work: object) -> gpu.Row:
+    def measured(name: str, work: object) -> Row:
         size = int(name.split()[-1])
-        return gpu.Row(name, tokens=1.0 if size <= 21 else None, teraflops=float(size))
+        return Row(name, tokens=1.0 if size <= 21 else None, teraflops=float(size))
 
     bench = gpu.Bench(SMOKE)
     bench.micro_batches = [8, 16, 32, 64]
@@ -97,9 +98,9 @@ def test_the_largest_micro_batch_is_between_the_last_that_fits_and_the_next(
 def test_cuda_graphs_are_measured_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 
-    def measured(name: str, work: Work, **_: int) -> gpu.Row:
+    def measured(name: str, work: Work, **_: int) -> Row:
         graphs.append(work.config().train.cuda_graphs)
-        return gpu.Row(name, milliseconds=2.0 if graphs[-1] else 3.0)
+        return Row(name, milliseconds=2.0 if graphs[-1] else 3.0)
 
     bench = gpu.Bench(SMOKE)
     monkeypatch.setattr(bench, "measured", measured)
@@ -116,10 +117,10 @@ def test_cuda_graphs_are_measured_where_there_is_a_gpu(monkeypatch: pytest.Monke
 def test_a_part_that_fails_or_waits_too_long_loses_only_its_own_figures(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: gpu.Bench) -> gpu.Part:
+    def fails(_: gpu.Bench) -> Part:
         raise SystemExit("contestant 'megacore' ended: its error is above")
 
-    def waits(_: gpu.Bench) -> gpu.Part:
+    def waits(_: gpu.Bench) -> Part:
         reader, _ = os.pipe()
         os.read(reader, 1)
         raise AssertionError("nothing was written")
@@ -128,14 +129,14 @@ def test_a_part_that_fails_or_waits_too_long_loses_only_its_own_figures(
     monkeypatch.setitem(gpu.PARTS, "llama", waits)
     monkeypatch.setattr(gpu, "LONGEST", 0.5)
     path = tmp_path / "gpu.json"
-    results = gpu.Results("one GPU", 1.0)
+    results = Results("one GPU", 1.0)
     missing = gpu.run(gpu.Bench(SMOKE), results, ["contest", "llama", "sweep"], path)
     assert missing == {
         "contest": "contestant 'megacore' ended: its error is above",
         "llama": "it was ended after 0.5 s",
     }
     assert measured == ["sweep"]
-    assert list(gpu.load(path, "one GPU", lambda: 0.0).parts) == ["sweep"]
+    assert list(load(path, "one GPU", lambda: 0.0).parts) == ["sweep"]
 
 
 class Scripted(Contestant):
@@ -186,19 +187,19 @@ def test_other_losses_are_a_missed_goal_beside_the_figures(scripted: type[Script
 def test_a_task_is_measured_once_for_all_parts_and_kept_if_its_part_fails(
     tmp_path: Path, scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(bench: gpu.Bench) -> gpu.Part:
+    def fails(bench: gpu.Bench) -> Part:
         bench.measured("345M, micro batch 2", bench.work())
         raise gpu.ProcessEndedError("it ended")
 
     monkeypatch.setitem(gpu.PARTS, "sweep", fails)
-    path, results = tmp_path / "gpu.json", gpu.Results("one GPU", 1.0)
+    path, results = tmp_path / "gpu.json", Results("one GPU", 1.0)
     assert gpu.run(gpu.Bench(SMOKE), results, ["sweep"], path) == {"sweep": "it ended"}
     assert len(scripted.started) == 1
-    again = gpu.load(path, "one GPU", lambda: 0.0)
-    assert "| 345M, micro batch 2 | 2,000.00 |" in gpu.report(again)
+    again = load(path, "one GPU", lambda: 0.0)
+    assert "| 345M, micro batch 2 | 2,000.00 |" in report(again, gpu.PARTS, None)
     assert gpu.run(gpu.Bench(SMOKE), again, ["recompute"], path) == {}
     assert len(scripted.started) == 3  # only selective and full
-    assert "| 345M, recompute none | 2,000.00 |" in gpu.report(again)
+    assert "| 345M, recompute none | 2,000.00 |" in report(again, gpu.PARTS, None)
 
 
 def test_contestants_that_do_not_fit_together_are_reported_as_such(
