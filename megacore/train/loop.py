@@ -122,7 +122,7 @@ class Trainer:
         self._source_losses = SourceLossEstimator(
             datasets.train, config.data, config.train.micro_batch_size
         )
-        self._slow_ranks = SlowRanks(mesh.layout, self._hosts, recorder.warning)
+        self._slow_ranks = SlowRanks(mesh.layout, self._hosts, engine.device, recorder.warning)
         self._reports_memory = mesh.data_context_parallel.rank == 0
         self.state = TrainState()
 
@@ -369,10 +369,12 @@ class Trainer:
         )
         by_source = tuple(self._source_losses.estimates())
         self._recorder.step(replace(report, by_source=by_source), milliseconds)
-        if self._slow_ranks.compares and self._engine.device.type == "cuda":  # CPUs share cores
-            busy = self._of_each_rank(report.ms_per_iteration - report.exposed_communication_ms)
+        if self._slow_ranks.compares:
+            busy = report.ms_per_iteration - report.exposed_communication_ms
+            with self._mesh.time("world wait"):
+                of_each_rank = self._ranks.everywhere(lambda: busy)
             if not self._checkpoints.saving:  # of which each rank has another share
-                self._slow_ranks.look(busy)
+                self._slow_ranks.look(of_each_rank)
         if self._reports_memory:  # once per attempt, when the optimizer's state exists
             self._reports_memory = False
             memory = memory_use(self._engine.device)
@@ -380,14 +382,6 @@ class Trainer:
         if state.iteration % self._config.train.log_interval == 0:
             interval.clear()
             self._source_losses.clear()
-
-    def _of_each_rank(self, value: float) -> list[float]:
-        """Return `value` of each rank, through the CPU's group. Collective."""
-        values = torch.zeros(self._mesh.world_size)
-        values[self._mesh.rank] = value
-        with self._mesh.time("world wait"):
-            dist.all_reduce(values)
-        return [float(each) for each in values]
 
     def _evaluate(self) -> None:
         """Report the loss over `train.eval_iters` validation batches, the same ones each time.

@@ -173,7 +173,11 @@ class SlowRanks:
     """
 
     def __init__(
-        self, layout: RankLayout, hosts: Sequence[str], warn: Callable[[str], None]
+        self,
+        layout: RankLayout,
+        hosts: Sequence[str],
+        device: torch.device,
+        warn: Callable[[str], None],
     ) -> None:
         """Create the detector.
 
@@ -181,15 +185,17 @@ class SlowRanks:
             layout: layout of the ranks. Those of one pipeline stage and one part of the sequence
                 have the same work.
             hosts: host name of each rank.
+            device: device of this rank. Only GPUs are compared: ranks share the cores of a CPU.
             warn: callback that receives the message about a slow rank.
         """
-        self._groups = [group for group in layout.groups("data", "tensor") if len(group) > 1]
+        peers = layout.groups("data", "tensor") if device.type == "cuda" else ()
+        self._groups = [group for group in peers if len(group) > 1]
         self._hosts, self._warn = hosts, warn
         self._intervals: dict[int, int] = {}
 
     @property
     def compares(self) -> bool:
-        """True if there are ranks with the same work."""
+        """True if there are GPUs with the same work."""
         return bool(self._groups)
 
     def look(self, milliseconds: Sequence[float]) -> None:

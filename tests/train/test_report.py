@@ -1,17 +1,25 @@
 """Metrics of a log interval."""
 
+import socket
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megacore.engine.base import Update
 from megacore.observe.flops import TransformerShape
+from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
+from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.train.report import RateMeter, SlowRanks
 from megacore.train.state import TrainState
+from tests._dist import run_distributed
 from tests.train import _runs
+
+GPU = torch.device("cuda")
 
 
 def test_rates_are_those_of_the_computed_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +42,7 @@ def test_rates_are_those_of_the_computed_iterations(monkeypatch: pytest.MonkeyPa
 def test_rank_that_computes_longer_than_its_peers_is_named_once_until_it_recovers() -> None:
     warnings: list[str] = []
     hosts = ["node-1"] * 4 + ["node-2"] * 4
-    slow_ranks = SlowRanks(RankLayout(data=2, pipeline=2, tensor=2), hosts, warnings.append)
+    slow_ranks = SlowRanks(RankLayout(data=2, pipeline=2, tensor=2), hosts, GPU, warnings.append)
     assert slow_ranks.compares
     # The second stage has more work than the first one, which is no fault of its ranks.
     usual = [100.0] * 4 + [180.0] * 4
@@ -54,8 +62,39 @@ def test_rank_that_computes_longer_than_its_peers_is_named_once_until_it_recover
     assert len(warnings) == 2
 
 
+def train_with_a_slow_rank(data: Path, run_directory: Path) -> None:
+    """Train with a second rank that computes 40 ms longer, as if on GPUs."""
+    run = _runs.config(train={"log_interval": 1})
+    mesh = ProcessMesh.build(RankLayout(data=2), timers=Timers(torch.device("cpu")))
+    with Recorder(run_directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
+        trainer = _runs.trainer(run, data, run_directory, mesh, recorder)
+        trainer._slow_ranks = SlowRanks(mesh.layout, trainer._hosts, GPU, recorder.warning)
+        forward_backward = trainer._engine.forward_backward
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            time.sleep(0.04 * mesh.rank)
+            return forward_backward(*arguments, **options)
+
+        trainer._engine.forward_backward = slow  # type: ignore[method-assign]
+        trainer.run()
+
+
+def test_training_names_its_slow_rank(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    _runs.write_data(data, _runs.config())
+    run_distributed(2, train_with_a_slow_rank, data, tmp_path / "run")
+    (warning,) = (
+        event["message"]
+        for event in _runs.events(tmp_path / "run", "warning")
+        if "the ranks with the same work" in event["message"]
+    )
+    assert warning.startswith(f"rank 1 on {socket.gethostname()} computes ")
+
+
 def test_ranks_without_peers_are_not_compared() -> None:
-    for layout in (RankLayout(), RankLayout(pipeline=4), RankLayout(context=2)):
-        slow_ranks = SlowRanks(layout, ["node-1"] * layout.world_size, pytest.fail)
+    without_peers = [RankLayout(), RankLayout(pipeline=4), RankLayout(context=2)]
+    on_cpu = (RankLayout(data=2), torch.device("cpu"))
+    for layout, device in (*((layout, GPU) for layout in without_peers), on_cpu):
+        slow_ranks = SlowRanks(layout, ["node-1"] * layout.world_size, device, pytest.fail)
         assert not slow_ranks.compares
         slow_ranks.look([100.0] * (layout.world_size - 1) + [900.0])
