@@ -22,7 +22,8 @@ def report_uncaught(
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = report_uncaught
+if sys.argv[0] == "-m":  # for `python -m flows.…`, which is looked up now, not in a worker
+    sys.excepthook = report_uncaught
 prepare_output()
 gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
 atexit.register(gc.freeze)  # nothing needs to be collected when the process ends

@@ -94,6 +94,7 @@ def test_a_flow_refuses_such_a_proxy_before_it_starts(
 def test_ctrl_c_while_a_flow_is_imported_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from flows import report_uncaught
 
+    assert sys.excepthook is not report_uncaught  # which is only for the command line of a flow
     report_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "stopped before the flow began\n"
     report_uncaught(ValueError, ValueError("broken"), None)
