@@ -11,6 +11,7 @@ from prefect.context import TaskRunContext
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.config.launch import LaunchConfig
 from megacore.errors import MegacoreError, PreemptedError, RankLostError, TransientFileError
 from tasks._logging import CountedRetries
 
@@ -20,6 +21,24 @@ run."""
 RETRIED = (RankLostError, PreemptedError, TransientFileError)
 """Errors that a retry may fix: lost ranks, with or without their host, stalled ranks, ranks that a
 signal ended, and a disk or file server that failed for a cause that may pass."""
+LONGEST_DELAY = 300.0
+"""Seconds that the wait before a retry grows to, such as for a host that restarts."""
+_GROWING_DELAYS = 40
+"""Number of retries with a wait of their own, of the 50 that Prefect takes; the last is repeated
+after them."""
+
+
+def retry_delays(launch: LaunchConfig) -> list[float]:
+    """Return the seconds before each retry in a row, the first `launch.retry_delay`.
+
+    Each is twice the one before it, up to LONGEST_DELAY. No number means no wait.
+    """
+    first = launch.retry_delay
+    if first == 0:
+        return []
+    longest = max(first, LONGEST_DELAY)
+    number = min(launch.retries, _GROWING_DELAYS)
+    return [min(first * 2**doublings, longest) for doublings in range(number)]
 
 
 @dataclass(frozen=True)
@@ -65,18 +84,19 @@ def newest_iteration(run_directory: Path) -> int:
 
 
 @contextmanager
-def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterator[None]:
+def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -> Iterator[None]:
     """Count the failure of the attempt in the body, and log whether it is retried.
 
     Args:
         run_directory: directory of the training.
         task_run: id of the task run, the same in all its attempts.
-        retries: maximum number of retries without a new checkpoint.
+        launch: options with the maximum number of retries without a new checkpoint.
 
     Raises:
         MegacoreError: error of the body; the last one states how many retries brought no new
             checkpoint.
     """
+    retries = launch.retries
     before: int | None = None
     try:
         # also turns what the operating system reports in this process into an error that counts
@@ -102,14 +122,17 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             )
             raise error from None
         if failures.count <= retries:
-            allow_retries(1 + retries - failures.count)
+            delays = retry_delays(launch)
+            delay = delays[min(failures.count, len(delays)) - 1] if delays else 0.0
+            allow_retries(1 + retries - failures.count, delay)
             get_run_logger().warning(
-                "%s: %s; retry %d of at most %d in a row without progress %s",
+                "%s: %s; retry %d of at most %d in a row without progress %s%s",
                 type(error).__name__,
                 error,
                 failures.count,
                 retries,
                 _place(failures.iteration),
+                f" in {delay:,g} s" if delay else "",
             )
             raise
         if retries == 0:
@@ -121,8 +144,8 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         ) from error
 
 
-def allow_retries(more: int) -> None:
-    """Let Prefect retry the current task run `more` times from now on.
+def allow_retries(more: int, delay: float) -> None:
+    """Let Prefect retry the current task run `more` times from now on, first after `delay` seconds.
 
     Prefect has its number of retries from the start of the task run, without those that progress
     earns.
@@ -131,6 +154,7 @@ def allow_retries(more: int) -> None:
     if context is not None:
         before = context.task_run.run_count - 1
         context.task.retries = CountedRetries(before + more)
+        context.task.retry_delay_seconds = delay
 
 
 def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:

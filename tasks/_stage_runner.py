@@ -35,6 +35,7 @@ from tasks._cache import StageResult, summarize
 from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
 from tasks._logging import CountedRetries
+from tasks._retry import retry_delays
 from tasks._temporary_server import note_ended
 
 _log = logging.getLogger("prefect.megacore")
@@ -178,7 +179,7 @@ class StageRunner(Generic[Config]):
         launch = self.config.launch
         counts = isinstance(task.retries, CountedRetries)
         retries = CountedRetries(launch.retries) if counts else launch.retries
-        configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
+        configured = task.with_options(retries=retries, retry_delay_seconds=retry_delays(launch))
         started = time.monotonic()
         state: State[StageResult] = configured(config, *inputs, return_state=True)  # type: ignore[assignment]
         note_ended(state.state_details.task_run_id)

@@ -95,7 +95,7 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    counted = counted_failures(directory, str(task_run.id), config.launch.retries)
+    counted = counted_failures(directory, str(task_run.id), config.launch)
     with counted, held as descriptor:
         ran = artifact_problem(key, config) is not None
         if ran:

@@ -20,6 +20,7 @@ from megacore.config.data import DataConfig
 from megacore.errors import ConfigError, WorkerLostError
 from megacore.launch.exit_reason import die_with_parent
 from tasks._cache import StageResult, build, stage_task
+from tasks._retry import retry_delays
 from tasks._tokens import tokenize_key, tokenize_options
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def tokenize_in_shards(
     parts = divide(segments(corpus.directory), config.data.shard_mb * MB)
     launch = config.launch
     task = tokenize_shard.with_options(
-        retries=launch.retries, retry_delay_seconds=launch.retry_delay
+        retries=launch.retries, retry_delay_seconds=retry_delays(launch)
     )
     get_run_logger().info("tokenizing %d shards in %s", len(parts), config.data.shard_runner)
     with shard_runner(config.data) as runner:

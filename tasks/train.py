@@ -184,7 +184,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    counted = counted_failures(directory, str(task_run.id), config.launch.retries)
+    counted = counted_failures(directory, str(task_run.id), config.launch)
     with counted, held as descriptor:
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:

@@ -148,11 +148,11 @@ class LaunchConfig(Section):
     """Time limit of the training stage in minutes; null means no limit."""
     stall_limit: float | None = unkeyed(600.0, gt=0)
     """Seconds without progress of a rank after which the job is ended; null disables the check."""
-    retries: int = unkeyed(2, ge=0)
+    retries: int = unkeyed(6, ge=0)
     """Number of retries after a lost rank, a failed download or a disk that failed for a cause that
-    may pass."""
+    may pass; in a training, in a row without a new checkpoint."""
     retry_delay: float = unkeyed(5.0, ge=0)
-    """Seconds before a retry."""
+    """Seconds before the first retry; before each further one in a row twice as long, up to 300."""
 
     @model_validator(mode="before")
     @classmethod

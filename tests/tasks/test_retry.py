@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prefect.states import Failed
 
+from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     ConfigError,
     DataFormatError,
@@ -28,7 +29,13 @@ from megacore.errors import (
 )
 from tasks import _logging, _retry, _stage_runner
 from tasks._logging import CountedRetries, SentenceFilter
-from tasks._retry import FAILURES_FILE, Failures, counted_failures, pretraining_may_retry
+from tasks._retry import (
+    FAILURES_FILE,
+    Failures,
+    counted_failures,
+    pretraining_may_retry,
+    retry_delays,
+)
 from tasks.download import download
 from tasks.evaluate import evaluate
 from tasks.finetune import finetune
@@ -76,7 +83,7 @@ class FakeRun:
 
     def attempt(self, saved: int, error: MegacoreError, task_run: str) -> None:
         """Fail after `saved` iterations."""
-        with counted_failures(self.directory, task_run, self.config.launch.retries):
+        with counted_failures(self.directory, task_run, self.config.launch):
             self.newest += saved
             raise error
 
@@ -96,8 +103,8 @@ def test_retries_without_progress_are_limited(run: FakeRun) -> None:
     )
     assert "launch.retries = 2" in str(error)
     assert [line.partition("; ")[2] for line in run.warnings] == [
-        "retry 1 of at most 2 in a row without progress starts from the beginning",
-        "retry 2 of at most 2 in a row without progress starts from the beginning",
+        "retry 1 of at most 2 in a row without progress starts from the beginning in 5 s",
+        "retry 2 of at most 2 in a row without progress starts from the beginning in 10 s",
     ]
     assert run.warnings[0].startswith("RankLostError: rank 1 was ended by SIGKILL; ")
 
@@ -107,7 +114,7 @@ def test_retries_with_progress_are_unlimited(run: FakeRun) -> None:
     assert "given up after 3 attempts" in str(error)
     assert str(error).endswith("the same command resumes from iteration 300")
     assert run.warnings[29].endswith(
-        "retry 1 of at most 2 in a row without progress resumes from iteration 300"
+        "retry 1 of at most 2 in a row without progress resumes from iteration 300 in 5 s"
     )
 
 
@@ -117,6 +124,27 @@ def test_prefect_shows_launch_retries_until_progress_earns_more(run: FakeRun, lo
     assert run.task.retries == run.config.launch.retries
     run.attempts([(5, LOST)] * lost + [(0, LOST)] * 2, task_run="b")
     assert run.task.retries == lost + 1, "the last attempt is the third without progress"
+
+
+def test_waits_double_in_a_row_without_progress(run: FakeRun) -> None:
+    run.attempts([(5, LOST)] * 4 + [(0, LOST)] * 2)
+    waits = [line.rpartition(" in ")[2] for line in run.warnings]
+    assert waits == ["5 s"] * 4 + ["10 s"]
+    assert run.task.retry_delay_seconds == 10
+
+
+def test_default_waits_outlast_the_restart_of_a_host() -> None:
+    delays = retry_delays(LaunchConfig())
+    assert delays == [5, 10, 20, 40, 80, 160]
+    assert sum(delays) > 300
+
+
+def test_waits_are_bounded_in_length_and_number() -> None:
+    assert retry_delays(LaunchConfig(retries=8, retry_delay=60))[-4:] == [300] * 4
+    assert retry_delays(LaunchConfig(retries=2, retry_delay=900)) == [900, 900]
+    assert retry_delays(LaunchConfig(retry_delay=0)) == []
+    many = retry_delays(LaunchConfig(retries=10**9, retry_delay=1e308))
+    assert download.with_options(retry_delay_seconds=many).retry_delay_seconds == many
 
 
 def test_progress_resets_the_count(run: FakeRun) -> None:
@@ -152,7 +180,7 @@ def test_an_error_of_the_disk_in_this_process_counts_too(run: FakeRun) -> None:
     run.task_run.run_count = 1
     with (
         pytest.raises(TransientFileError, match=r"events\.jsonl"),
-        counted_failures(run.directory, "a", 2),
+        counted_failures(run.directory, "a", run.config.launch),
     ):
         raise OSError(errno.EIO, "Input/output error", "events.jsonl")
     assert Failures.read(run.directory, "a").count == 1
@@ -228,7 +256,7 @@ def test_checkpoints_that_cannot_be_listed_at_the_start_are_no_progress(
         run.task_run.run_count = number
         with (
             pytest.raises(TransientFileError),
-            counted_failures(run.directory, "a", 2),
+            counted_failures(run.directory, "a", run.config.launch),
         ):
             raise AssertionError("the attempt must not start")
         assert Failures.read(run.directory, "a") == Failures("a", number, 7)
@@ -287,7 +315,7 @@ def test_a_failure_is_retried_if_the_checkpoints_cannot_be_listed(
     run.task_run.run_count = 1
     with (
         pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"),
-        counted_failures(run.directory, "a", 2),
+        counted_failures(run.directory, "a", run.config.launch),
     ):
         raise LOST
     assert Failures.read(run.directory, "a") == Failures("a", 1, 4)
