@@ -154,7 +154,7 @@ def allow_retries(more: int, delay: float) -> None:
     if context is not None:
         before = context.task_run.run_count - 1
         context.task.retries = CountedRetries(before + more)
-        context.task.retry_delay_seconds = delay
+        context.task.retry_delay_seconds = [delay] if delay else []
 
 
 def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:

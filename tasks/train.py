@@ -114,12 +114,18 @@ def train_key(
 ) -> StageKey:
     """Return the key of the run up to train_iters.
 
-    It contains the sample ranges that the run skips and the later weights of its blend.
+    It contains the sample ranges that the run skips, which bad batches it skips, and the later
+    weights of its blend.
     """
     run = run_key(config, tokens, tokenizer)
-    skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
+    train = config.train
+    skipped = [[each.start, each.stop - 1] for each in train.skipped_ranges]
     steps = read_steps(config, consumed_samples(config))
     resolved = ({"skip_samples": skipped} if skipped else {}) | steps
+    if train.loss_spike_action == "skip":
+        resolved["skip_loss_spikes"] = train.loss_spike_factor
+    if train.nonfinite_action == "skip":
+        resolved["skip_nonfinite"] = True
     parameters = key_parameters(config, "train", resolved)
     return StageKey("train", run.version, run.parameters | parameters, run.inputs)
 

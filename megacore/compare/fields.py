@@ -225,6 +225,7 @@ _FIELDS = {
     "train.recompute": "recompute",
     "train.train_iters": "train_iters",
     "train.loss_spike": "skipped_iterations",
+    "train.nonfinite": "skipped_iterations",
     "train.exit": "remark",
     "train.log_interval": "remark",
     "train.eval": "remark",

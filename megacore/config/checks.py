@@ -61,6 +61,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_recompute(config.train)
     _check_profile(config.train)
     _check_compile(config.train, config.engine)
+    _check_spike_action(config.train, config.engine)
     if config.train.cuda_graphs:
         _check_cuda_graphs(config)
     _check_kernels(config.train, config.engine)
@@ -299,6 +300,15 @@ def _check_compile(train: TrainConfig, engine: str) -> None:
         raise ValueError(
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
+        )
+
+
+def _check_spike_action(train: TrainConfig, engine: str) -> None:
+    if train.loss_spike_action == "skip" and engine == "deepspeed":
+        raise ValueError(
+            "train.loss_spike_action is skip and engine is deepspeed, which changes the weights "
+            "before it sees a spike: set train.loss_spike_action to warn or stop, or engine to "
+            "native"
         )
 
 

@@ -164,12 +164,16 @@ class TrainConfig(Section):
     z_loss: float = keyed(0.0, ge=0.0)
     """Coefficient of the z-loss, the squared log-partition of each token's logits that is added to
     the loss (Chowdhery et al. 2022)."""
-    loss_spike_factor: float | None = unkeyed(3.0, gt=1.0)
+    loss_spike_factor: float | None = keyed(3.0, resolved="train", gt=1.0)
     """Multiple of the recent mean loss above which a micro batch's loss is a spike; null disables
     the check."""
-    loss_spike_action: Literal["warn", "stop"] = unkeyed("warn")
-    """Action on a spike: warn logs a warning with rank, iteration and samples; stop ends the run
-    with the same message."""
+    loss_spike_action: Literal["warn", "skip", "stop"] = keyed("warn", resolved="train")
+    """Action on a spike that a second computation confirms: warn logs a warning with rank,
+    iteration and samples; skip also leaves the global batch out; stop ends the run."""
+    nonfinite_action: Literal["skip", "stop"] = keyed("stop", resolved="train")
+    """Action on a loss or gradient that is not finite, in fp16 at the lowest loss scale, and that a
+    second computation confirms: skip logs a warning and leaves the global batch out; stop ends the
+    run. After five batches in a row that were left out, the next bad one ends the run."""
     skip_samples: tuple[str, ...] = keyed((), resolved="train")
     """Numbers of samples in the run's order, from 0: one, such as 4096, or the first and the last,
     such as 4096-4127. A global batch that contains one of them is skipped."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megacore.config.run import RunConfig
-from megacore.data.sampler import micro_batch_indices
+from megacore.data.sampler import is_skipped, micro_batch_indices
 from megacore.engine.base import Update
 from megacore.errors import LossError
 from megacore.optim.param_schedule import LrSchedule
@@ -16,6 +16,10 @@ from megacore.train.state import TrainState
 
 _MEMORY = 0.98
 """Decay of the moving average of the loss, which spans about 50 iterations."""
+
+SKIPPED_IN_A_ROW = 5
+"""Number of bad batches in a row that are skipped at most. Further ones mean that the training has
+diverged."""
 
 Cause = Literal["loss_not_finite", "gradient_not_finite", "loss_spike"]
 
@@ -106,23 +110,20 @@ class LossCheck:
             first: result of the first computation if the iteration was computed twice, else None.
 
         Raises:
-            LossError: the iteration was skipped and no lower loss scale can help, or a loss spiked
-                and `train.loss_spike_action` is stop.
+            LossError: a loss or gradient is not finite and no lower loss scale can help, or a loss
+                spiked, and the configured action is stop, or the batches before it were bad, too.
         """
-        if first is not None and self._cause(update, state) is None:
+        bad = self._cause(update, state) is not None
+        if bad:
+            self._react(self._bad_batch(update, state, first is not None or None), update, state)
+        elif first is not None:
             self._suspect_hardware(first, update, state)
-        if update.fatal:
-            bad = self._bad_batch(update, state, None if first is None else True)
-            self._record(bad)
-            raise LossError(self._not_finite(bad, update, state))
-        if not update.applied and not update.withheld:
+        if not update.applied:
             state.interval.skipped_iterations += 1
             state.interval.nan_iterations += not all(map(math.isfinite, update.losses))
+            if bad:
+                state.passed_over.append(self._global_batch(update, state))
             return
-        if self.is_spike(update.losses, state):
-            self._report_spike(
-                self._bad_batch(update, state, None if first is None else True), state
-            )
         state.applied_iterations += 1
         state.interval.add(update.terms)
         # a mean that once was infinite or NaN would never detect a spike again
@@ -158,8 +159,7 @@ class LossCheck:
     def _bad_batch(self, update: Update, state: TrainState, reproduced: bool | None) -> BadBatch:
         cause = self._cause(update, state)
         assert cause is not None
-        count = len(update.losses) * self._config.train.micro_batch_size
-        global_batch = (state.consumed_samples, state.consumed_samples + count - 1)
+        global_batch = self._global_batch(update, state)
         iteration = state.iteration + 1
         if cause == "gradient_not_finite":
             return BadBatch(
@@ -182,6 +182,11 @@ class LossCheck:
             reproduced,
         )
 
+    def _global_batch(self, update: Update, state: TrainState) -> tuple[int, int]:
+        """Return the first and the last sample of the update's global batch."""
+        count = len(update.losses) * self._config.train.micro_batch_size
+        return state.consumed_samples, state.consumed_samples + count - 1
+
     def _suspect_hardware(self, first: Update, second: Update, state: TrainState) -> None:
         """Record and report a fault that a second computation did not reproduce.
 
@@ -201,25 +206,58 @@ class LossCheck:
             "continues with the second result"
         )
 
-    def _report_spike(self, bad: BadBatch, state: TrainState) -> None:
+    def _react(self, bad: BadBatch, update: Update, state: TrainState) -> None:
+        """Record a bad batch and warn of it, or raise LossError if the run must stop for it."""
         self._record(bad)
+        train, spike = self._config.train, bad.cause == "loss_spike"
+        action = train.loss_spike_action if spike else train.nonfinite_action
+        symptom = self._spike(bad, state) if spike else self._not_finite(bad, update)
+        if action == "warn":
+            self._warn(symptom)
+            return
+        skipped = self._skipped_before(state)
+        if action == "skip" and skipped < SKIPPED_IN_A_ROW:
+            self._warn(
+                f"{symptom}: the batch is skipped, number {skipped + 1} in a row of at most "
+                f"{SKIPPED_IN_A_ROW}"
+            )
+            return
+        advice = self._spike_advice(bad) if spike else self._not_finite_advice(bad, state)
+        if action == "skip":
+            symptom += f", and the {skipped} batches before it were bad and skipped"
+            advice = (
+                "the training has diverged: move the newest checkpoints away, to resume from one "
+                "before them with a lower optim.lr or optim.clip_grad"
+            )
+        raise LossError(f"{symptom}: {advice}")
+
+    def _skipped_before(self, state: TrainState) -> int:
+        """Return the number of bad batches that were skipped just before the next batch."""
+        number, end = 0, state.consumed_samples
+        for first, last in reversed(state.passed_over):
+            configured = is_skipped(range(first, last + 1), self._config.train.skipped_ranges)
+            if last + 1 != end or configured:
+                break
+            number, end = number + 1, first
+        return number
+
+    def _spike(self, bad: BadBatch, state: TrainState) -> str:
+        """Describe a loss spike."""
         assert state.recent_loss is not None
-        factor = self._config.train.loss_spike_factor
-        message = (
+        return (
             f"the loss jumped to {bad.loss:.4g}{self._place(bad)} at iteration {bad.iteration} "
             f"(samples {_listed(bad.samples)}), {bad.loss / state.recent_loss:.1f} times the "
-            f"recent mean {state.recent_loss:.4g} (train.loss_spike_factor is {factor:g}); "
-            f"{_again(bad)}"
+            f"recent mean {state.recent_loss:.4g} (train.loss_spike_factor is "
+            f"{self._config.train.loss_spike_factor:g}); {_again(bad)}"
         )
-        if self._config.train.loss_spike_action == "stop":
-            raise LossError(
-                f"{message}: {self._documents(bad)}look at these samples, {self._skip(bad)}, or "
-                "set train.loss_spike_action to warn"
-            )
-        self._warn(message)
 
-    def _not_finite(self, bad: BadBatch, update: Update, state: TrainState) -> str:
-        """Compose the error message for the first loss or gradient that is not finite."""
+    def _spike_advice(self, bad: BadBatch) -> str:
+        return (
+            f"{self._documents(bad)}look at these samples, {self._skip(bad)}, or set "
+            "train.loss_spike_action to warn or skip"
+        )
+
+    def _not_finite_advice(self, bad: BadBatch, state: TrainState) -> str:
         lr = self._schedule.at(state.applied_iterations + 1)
         advice = (
             f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad "
@@ -231,18 +269,22 @@ class LossCheck:
                 f"{scaling.patience} iterations in a row overflowed with the loss scale at its "
                 f"minimum {scaling.minimum:g}: {advice}"
             )
+        return advice
+
+    def _not_finite(self, bad: BadBatch, update: Update) -> str:
+        """Describe the first loss or gradient that is not finite."""
         if bad.cause == "gradient_not_finite":
             first, last = bad.global_batch
             return (
                 f"the gradient norm is {bad.loss} at iteration {bad.iteration} (samples {first} to "
                 f"{last}) on all {self._layout.world_size} ranks though every loss is finite; "
-                f"{self._documents(bad)}{_again(bad)}: {advice}"
+                f"{self._documents(bad)}{_again(bad)}"
             )
         count = sum(not math.isfinite(loss) for loss in update.losses)
         return (
             f"the loss is {bad.loss}{self._place(bad)} at iteration {bad.iteration} "
             f"(samples {_listed(bad.samples)}; {count} micro batches in all); "
-            f"{self._documents(bad)}{_again(bad)}: {advice}"
+            f"{self._documents(bad)}{_again(bad)}"
         )
 
     def _documents(self, bad: BadBatch) -> str:

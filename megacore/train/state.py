@@ -63,7 +63,8 @@ class TrainState:
     interval: LogInterval = field(default_factory=LogInterval)
     """Losses and counters since the last log line."""
     passed_over: list[tuple[int, int]] = field(default_factory=list)
-    """First and last sample of each global batch skipped because of `train.skip_samples`."""
+    """First and last sample of each global batch skipped because of `train.skip_samples`, or
+    because it was bad."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the values for a checkpoint."""

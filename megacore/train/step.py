@@ -45,7 +45,7 @@ class Stepper:
         self._seed = config.seed
         self._micro_batch_size = config.train.micro_batch_size
         self._skipped = config.train.skipped_ranges
-        self._stops_at_spikes = config.train.loss_spike_action == "stop"
+        self._applies_spikes = config.train.loss_spike_action == "warn"
         self._engine, self._mesh, self._check = engine, mesh, check
         self._read, self._warn = read, warn
         self._batch = BatchSchedule.of(config.train)
@@ -93,7 +93,7 @@ class Stepper:
 
         Raises:
             LossError: a loss or gradient is not finite and no lower loss scale can help, or a loss
-                spiked and the run must stop for it.
+                spiked, and the run must stop for it.
         """
         size = self._batch.at(state.consumed_samples)
         global_batch = range(state.consumed_samples, state.consumed_samples + size)
@@ -106,7 +106,7 @@ class Stepper:
             )
             if update.fatal or update.withheld:
                 first = update
-                withhold = self._spikes(state) if self._stops_at_spikes else None
+                withhold = None if self._applies_spikes else self._spikes(state)
                 update = self._attempt(
                     map(self._read, self.upcoming(state, 1)), state, global_batch, notices, withhold
                 )

@@ -183,6 +183,7 @@ MAY_CHANGE = {
         "recompute_num_layers",
         "loss_spike_factor",
         "loss_spike_action",
+        "nonfinite_action",
         "exit_interval",
         "exit_duration_minutes",
     }

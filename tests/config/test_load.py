@@ -280,6 +280,11 @@ def test_all_wrong_values_are_named_in_one_message(conf: Callable[..., str]) -> 
         ({"launch.nproc_per_node": 0}, ("launch.nproc_per_node is 0",), "at least 1 and"),
         ({"launch.nproc_per_node": -1}, ("launch.nproc_per_node is -1",), "at least 1 and"),
         ({"train.skip_samples": ["5-2"]}, ("train.skip_samples has '5-2'",), "first and last"),
+        (
+            {"train.loss_spike_action": "skip", "engine": "deepspeed"},
+            ("train.loss_spike_action is skip and engine is deepspeed",),
+            "set train.loss_spike_action to warn or stop",
+        ),
         ({"model.num_attention_heads": 5}, ("32", "5"), "choose heads that divide it"),
         ({"model.max_position_embeddings": 32}, ("64", "32"), "at least 64"),
         ({"optim.min_lr": 0.1}, ("0.1", "0.001"), "lower it"),

@@ -129,6 +129,7 @@ TRAININGS: Bases = [
         },
     ),
     ("gpt2-tiny", "train tracking", {"train.precision": "fp32", "tracking.wandb": {}}),
+    ("gpt2-tiny", "train", {"train.loss_spike_action": "skip"}),
     ("gpt2-tiny", "resume train", {"resume.checkpoint": "a/checkpoint", "train.recompute": "full"}),
     ("gpt2-tiny", "parallel", STAGES | {"parallel.tensor_model_parallel_size": 2}),
     ("gpt2-tiny", "optim", {"optim.name": "muon"}),

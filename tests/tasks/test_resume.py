@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.artifact import Artifact
+from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import Marker
 from megacore.config import RunConfig
@@ -82,6 +82,19 @@ def test_keys_depend_on_the_resumed_checkpoint_and_skipped_samples(tmp_path: Pat
     # The same run is extended to another end.
     assert run_key(skipping, INPUT, INPUT) == run_key(plain, INPUT, INPUT)
     assert train_key(skipping, INPUT, INPUT, INPUT) != train_key(plain, INPUT, INPUT, INPUT)
+
+
+def test_key_depends_on_which_bad_batches_are_skipped() -> None:
+    def key(**train: Any) -> StageKey:
+        return train_key(changed(train=train), INPUT, INPUT, INPUT)
+
+    assert key() == key(loss_spike_action="stop") == key(loss_spike_factor=4.0)
+    assert key() != key(loss_spike_action="skip") != key(nonfinite_action="skip") != key()
+    assert key(loss_spike_action="skip", loss_spike_factor=4.0) != key(loss_spike_action="skip")
+    runs = [
+        run_key(changed(train=train), INPUT, INPUT) for train in ({}, {"nonfinite_action": "skip"})
+    ]
+    assert runs[0] == runs[1]
 
 
 def test_difference_is_logged_and_must_be_allowed(

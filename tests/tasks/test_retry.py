@@ -130,7 +130,7 @@ def test_waits_double_in_a_row_without_progress(run: FakeRun) -> None:
     run.attempts([(5, LOST)] * 4 + [(0, LOST)] * 2)
     waits = [line.rpartition(" in ")[2] for line in run.warnings]
     assert waits == ["5 s"] * 4 + ["10 s"]
-    assert run.task.retry_delay_seconds == 10
+    assert run.task.retry_delay_seconds == [10]
 
 
 def test_default_waits_outlast_the_restart_of_a_host() -> None:

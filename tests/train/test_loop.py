@@ -42,16 +42,7 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
 
     Compares weights, optimizer, state and the events after the third iteration.
     """
-    paths = [directory / f"checkpoints/iter_{iteration:07d}" for directory in (first, second)]
-    one, other = (read_tensors(path) for path in paths)
-    assert one.keys() == other.keys()
-    assert any(name.startswith("optimizer.exp_avg_sq.") for name in one)
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-    states = [read_state(path) for path in paths]
-    for state in states:
-        state.pop(CONFIG_KEY)  # intervals may differ
-    assert states[0] == states[1]
+    assert_same_checkpoint(first, second, iteration)
     for kind, values in (
         ("step", ("interval_iterations", "lm_loss", "grad_norm", "lr")),
         ("evaluation", ("lm_loss",)),
@@ -68,6 +59,20 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
         ]
         assert reported[0] == reported[1]
         assert reported[0]
+
+
+def assert_same_checkpoint(first: Path, second: Path, iteration: int) -> None:
+    """Assert that weights, optimizer and state of two runs are equal bit for bit."""
+    paths = [directory / f"checkpoints/iter_{iteration:07d}" for directory in (first, second)]
+    one, other = (read_tensors(path) for path in paths)
+    assert one.keys() == other.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in one)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    states = [read_state(path) for path in paths]
+    for state in states:
+        state.pop(CONFIG_KEY)  # intervals may differ
+    assert states[0] == states[1]
 
 
 def train_whole_and_resumed(data: Path, root: Path) -> None:

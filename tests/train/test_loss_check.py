@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from megacore.engine.base import Update
-from megacore.errors import TrainingError
+from megacore.errors import LossError, TrainingError
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.train.loss_check import LossCheck, MicroBatch
@@ -23,9 +23,14 @@ def check(warnings: list[str] | None = None, **train: object) -> LossCheck:
 
 
 def update(
-    losses: tuple[float, ...], grad_norm: float, applied: bool, fatal: bool = False
+    losses: tuple[float, ...],
+    grad_norm: float,
+    applied: bool,
+    fatal: bool = False,
+    withheld: bool = False,
 ) -> Update:
-    return Update(losses, {"lm_loss": sum(losses) / len(losses)}, grad_norm, applied, fatal)
+    mean = sum(losses) / len(losses)
+    return Update(losses, {"lm_loss": mean}, grad_norm, applied, fatal, withheld)
 
 
 def test_origin_is_the_replicas_last_stage_and_consecutive_samples() -> None:
@@ -93,6 +98,39 @@ def test_applied_loss_that_is_not_finite_is_a_spike_and_leaves_the_recent_loss()
 def test_nan_does_not_hide_a_spike() -> None:
     assert check().is_spike((math.nan, 50.0), TrainState(recent_loss=2.0))
     assert not check().is_spike((2.0, 6.0), TrainState(recent_loss=2.0))
+
+
+SPIKE = update((7.0, 2.0, 2.0, 2.0), 1.0, False, withheld=True)
+NOT_FINITE = update((math.nan, 2.0, 2.0, 2.0), math.nan, False, fatal=True)
+
+
+@pytest.mark.parametrize(
+    ("bad", "option"),
+    [(SPIKE, "loss_spike_action"), (NOT_FINITE, "nonfinite_action")],
+    ids=["spike", "not-finite"],
+)
+def test_bad_batches_are_skipped_up_to_five_in_a_row(bad: Update, option: str) -> None:
+    warnings: list[str] = []
+    loss_check = check(warnings, **{option: "skip", "skip_samples": ["8-15"]})
+    state = TrainState(recent_loss=2.0, consumed_samples=16, passed_over=[(0, 7), (8, 15)])
+
+    def count(result: Update) -> None:
+        loss_check.count_iteration(result, state, result)
+        state.consumed_samples += 8
+
+    for number in range(1, 6):
+        count(bad)
+        assert warnings[-1].endswith(f"the batch is skipped, number {number} in a row of at most 5")
+    assert (state.applied_iterations, state.recent_loss) == (0, 2.0)
+    assert state.interval.skipped_iterations == 5
+    assert state.passed_over[2:] == [(first, first + 7) for first in range(16, 56, 8)]
+    with pytest.raises(
+        LossError, match=r"the 5 batches before it were bad and skipped: .*diverged"
+    ):
+        loss_check.count_iteration(bad, state, bad)
+    state.passed_over.pop()
+    count(bad)
+    assert warnings[-1].endswith("number 1 in a row of at most 5"), "the batch before it was good"
 
 
 def test_skipped_iteration_is_counted_and_leaves_the_recent_loss() -> None:

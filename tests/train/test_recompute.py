@@ -15,7 +15,7 @@ from megacore.errors import ConfigError, LossError, WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
 from tests.train import _runs
-from tests.train.test_loop import assert_same_run
+from tests.train.test_loop import assert_same_checkpoint, assert_same_run
 
 ITERATION = 4
 
@@ -185,6 +185,30 @@ def test_reproduced_spike_is_applied_with_a_warning_or_stops_the_run(
     assert [path.name for path in (tmp_path / "stop/checkpoints").glob("iter_*")] == [
         "iter_0000003"
     ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "option"),
+    [
+        (loss_spike, "loss_spike_action"),
+        (nan_loss, "nonfinite_action"),
+        (nan_gradient, "nonfinite_action"),
+    ],
+    ids=["spike", "loss", "gradient"],
+)
+def test_reproduced_fault_can_be_skipped_as_if_it_had_been_known(
+    data: Path, tmp_path: Path, fault: Fault, option: str
+) -> None:
+    calls = (ITERATION, ITERATION + 1)
+    train_with_fault(run(**{option: "skip"}), data, tmp_path / "found", fault, calls=calls)
+    (warning,) = _runs.events(tmp_path / "found", "warning")
+    assert "computed again" in warning["message"]
+    assert warning["message"].endswith("the batch is skipped, number 1 in a row of at most 5")
+    (bad,) = _runs.events(tmp_path / "found", "bad_batch")
+    assert (bad["reproduced"], bad["global_batch"]) == (True, [24, 31])
+    _runs.train(run(skip_samples=["24-31"]), data, tmp_path / "known")
+    assert_same_checkpoint(tmp_path / "known", tmp_path / "found", 6)
+    assert _runs.losses(tmp_path / "known") == _runs.losses(tmp_path / "found")
 
 
 def fail_on_rank_1(data: Path, root: Path) -> None:
