@@ -28,11 +28,12 @@ class WorkerPool(ProcessPoolExecutor):
     ) -> "Future[Result]":
         """Schedule a call. Raises BrokenProcessPool, also if the pool breaks in the meantime.
 
-        A broken pool closes its queue, and a process that this call just starts fails with OSError.
+        A broken pool closes its queue, whose descriptors a process that this call just starts then
+        lacks: OSError or, if another thread has taken their numbers, ValueError.
         """
         try:
             return super().submit(fn, *args, **kwargs)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if self._broken:
                 raise BrokenProcessPool("a process ended while another one was started") from error
             raise

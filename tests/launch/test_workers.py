@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -6,23 +7,32 @@ import pytest
 
 from megacore.launch.workers import WorkerPool
 
-
-def close_queue(pool: Any) -> None:
-    """Fail as the start of a process does while the pool closes its queue."""
-    raise OSError("handle is closed")
+ERRORS = (OSError("handle is closed"), ValueError("bad value(s) in fds_to_keep"))
+"""Errors of the start of a process while the pool closes its queue."""
 
 
-def test_pool_that_breaks_while_a_process_starts_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_pool(pool: Any) -> None:
-        pool._broken = "A child process terminated abruptly"
-        close_queue(pool)
+def start_failing(error: Exception, broken: str | None) -> Callable[[Any], None]:
+    def start(pool: Any) -> None:
+        pool._broken = broken
+        raise error
 
-    monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", break_pool)
+    return start
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_pool_that_breaks_while_a_process_starts_is_broken(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    start = start_failing(error, "A child process terminated abruptly")
+    monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", start)
     with WorkerPool(2) as pool, pytest.raises(BrokenProcessPool, match="while another one"):
         pool.submit(print)
 
 
-def test_other_error_of_a_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", close_queue)
-    with WorkerPool(2) as pool, pytest.raises(OSError, match="handle is closed"):
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_other_error_of_a_start_is_raised(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", start_failing(error, None))
+    with WorkerPool(2) as pool, pytest.raises(type(error)):
         pool.submit(print)
