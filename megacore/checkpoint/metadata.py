@@ -58,6 +58,7 @@ _FOREIGN_RECORDS = frozenset(
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
         ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # its place in Python 3.13
     }
 )
 """Further records in the metadata of other programs, whose content is ignored."""

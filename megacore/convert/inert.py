@@ -21,6 +21,7 @@ _INERT = frozenset(
         "builtins.getattr",
         "datetime.timedelta",
         "pathlib.PosixPath",
+        "pathlib._local.PosixPath",  # its place in Python 3.13
         "signal.Signals",
         *(
             f"numpy.{module}.multiarray.{name}"

@@ -300,7 +300,8 @@ def test_other_pickles_are_refused(gpt2_copy: Path) -> None:
     remove_all_weights(gpt2_copy)
     torch.save({"model": Path("/")}, gpt2_copy / "pytorch_model.bin")
     with pytest.raises(
-        ConversionError, match=r"asks for pathlib\.\w+, which is no tensor: nothing of it was run"
+        ConversionError,
+        match=r"asks for pathlib\S*, which is no tensor: nothing of it was run",
     ):
         open_from_hf(gpt2_copy)
     (gpt2_copy / "pytorch_model.bin").write_bytes(b"hello")

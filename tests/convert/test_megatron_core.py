@@ -1,5 +1,8 @@
 """Checkpoints in Megatron core's distributed form: every division of the tensors is read."""
 
+import argparse
+import pathlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 
 from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.convert.imported import import_model, open_from_megatron
+from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
 from tests.convert._megatron_core import ITERATION, core_args, core_state, write_core, written_core
 
@@ -106,6 +110,21 @@ def test_the_activation_is_the_one_that_megatron_core_computes(tmp_path: Path) -
         root = tmp_path / str(number)
         write_core(root, core_state(spec, ours), core_args(spec, **changes))
         assert open_from_megatron(root).spec.model.activation == expected
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_that_any_python_has_pickled_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """torch pickles the directory; Python 3.13 moved its class."""
+    monkeypatch.setitem(sys.modules, module, pathlib)
+    monkeypatch.setattr(pathlib.PosixPath, "__module__", module)
+    _, ours, _ = written_core(tmp_path, "gpt")
+    metadata = (tmp_path / f"iter_{ITERATION:07d}/.metadata").read_bytes()
+    assert module.encode() + b"\x94\x8c\x09PosixPath" in metadata
+    assert open_from_megatron(tmp_path).tensors.keys() == ours.keys()
+    torch.save({"args": argparse.Namespace(load=tmp_path)}, tmp_path / "args.pt")
+    assert load_inert(tmp_path / "args.pt")["args"].load.given[-1] == tmp_path.name
 
 
 def test_an_import_writes_every_element(tmp_path: Path) -> None:
