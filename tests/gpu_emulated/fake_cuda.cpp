@@ -1,4 +1,4 @@
-// Lets a CPU build of torch run its CUDA paths on fake tensors: a device guard and hooks of "cuda" that do nothing,
+// Lets torch run its CUDA paths on fake tensors without a GPU: a device guard and hooks of "cuda" that do nothing,
 // page-locked memory that is ordinary memory, and the choice of attention kernels of an H100.
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -121,15 +121,13 @@ extern "C" int fake_host_unregister(const char* address) {
     return pinned.erase(address) == 1 ? 0 : 1;
 }
 
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-}
-
 namespace at {
 using ::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 
-namespace at::native {
-REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
+// Replace also what a CUDA build of torch has registered when it was imported.
+extern "C" void fake_register() {
+    c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, new Guard());
+    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 }

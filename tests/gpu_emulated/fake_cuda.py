@@ -1,4 +1,4 @@
-"""GPUs that are not there: a CPU build of torch whose CUDA paths run on fake tensors.
+"""GPUs that are not there: torch's CUDA paths run on fake tensors.
 
 Fake tensors have shape, type and device but no values, so a step of any size takes seconds. Values,
 streams and NCCL are not emulated. `load` must run before torch is imported, because torch asks for
@@ -269,6 +269,7 @@ def install(local_rank: int) -> None:
 
     import megacore.hardware
 
+    _library[0].fake_register()
     cuda: Any = torch.cuda
     generators = _default_generators()
     for name, answer in _answers(local_rank, generators[0].get_state()).items():
