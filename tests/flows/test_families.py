@@ -13,6 +13,7 @@ from tasks import _stage_runner
 
 SHORT = {
     "data.source.pattern": "[ab]*.py",
+    "data.split": "90,5,5",
     "data.tokenizer.vocab_size": 1024,
     "model.num_layers": 2,
     "train.train_iters": 20,
