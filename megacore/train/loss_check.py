@@ -252,16 +252,18 @@ class LossCheck:
         )
 
     def _spike_advice(self, bad: BadBatch) -> str:
+        others = "warn" if self._config.engine == "deepspeed" else "warn or skip"
         return (
             f"{self._documents(bad)}look at these samples, {self._skip(bad)}, or set "
-            "train.loss_spike_action to warn or skip"
+            f"train.loss_spike_action to {others}"
         )
 
     def _not_finite_advice(self, bad: BadBatch, state: TrainState) -> str:
         lr = self._schedule.at(state.applied_iterations + 1)
         advice = (
             f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad "
-            f"(now {self._config.optim.clip_grad:g}), look at these samples, or {self._skip(bad)}"
+            f"(now {self._config.optim.clip_grad:g}), look at these samples, {self._skip(bad)}, or "
+            "set train.nonfinite_action to skip"
         )
         if self._config.train.precision == "fp16":
             scaling = self._config.optim.loss_scale

@@ -39,7 +39,8 @@ def step(document):
         (HERE / "die").unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     if document["n"] == 250 and (HERE / "wait").exists():
-        (HERE / "waits").write_text(str(os.getpid()))
+        (HERE / "waits.new").write_text(str(os.getpid()))
+        (HERE / "waits.new").rename(HERE / "waits")
         while (HERE / "wait").exists():
             time.sleep(0.05)
     if document["n"] == 299 and (HERE / "fail").exists():
