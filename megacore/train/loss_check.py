@@ -211,10 +211,15 @@ class LossCheck:
         self._record(bad)
         train, spike = self._config.train, bad.cause == "loss_spike"
         action = train.loss_spike_action if spike else train.nonfinite_action
-        symptom = self._spike(bad, state) if spike else self._not_finite(bad, update)
         if action == "warn":
-            self._warn(symptom)
+            self._warn(self._spike(bad, state, ""))
             return
+        documents = self._documents(bad)
+        symptom = (
+            self._spike(bad, state, documents)
+            if spike
+            else self._not_finite(bad, update, documents)
+        )
         skipped = self._skipped_before(state)
         if action == "skip" and skipped < SKIPPED_IN_A_ROW:
             self._warn(
@@ -241,21 +246,20 @@ class LossCheck:
             number, end = number + 1, first
         return number
 
-    def _spike(self, bad: BadBatch, state: TrainState) -> str:
-        """Describe a loss spike."""
+    def _spike(self, bad: BadBatch, state: TrainState, documents: str) -> str:
+        """Describe a loss spike; `documents` is the clause on its documents."""
         assert state.recent_loss is not None
         return (
             f"the loss jumped to {bad.loss:.4g}{self._place(bad)} at iteration {bad.iteration} "
             f"(samples {_listed(bad.samples)}), {bad.loss / state.recent_loss:.1f} times the "
             f"recent mean {state.recent_loss:.4g} (train.loss_spike_factor is "
-            f"{self._config.train.loss_spike_factor:g}); {_again(bad)}"
+            f"{self._config.train.loss_spike_factor:g}); {documents}{_again(bad)}"
         )
 
     def _spike_advice(self, bad: BadBatch) -> str:
         others = "warn" if self._config.engine == "deepspeed" else "warn or skip"
         return (
-            f"{self._documents(bad)}look at these samples, {self._skip(bad)}, or set "
-            f"train.loss_spike_action to {others}"
+            f"look at these samples, {self._skip(bad)}, or set train.loss_spike_action to {others}"
         )
 
     def _not_finite_advice(self, bad: BadBatch, state: TrainState) -> str:
@@ -273,20 +277,20 @@ class LossCheck:
             )
         return advice
 
-    def _not_finite(self, bad: BadBatch, update: Update) -> str:
-        """Describe the first loss or gradient that is not finite."""
+    def _not_finite(self, bad: BadBatch, update: Update, documents: str) -> str:
+        """Describe the first loss or gradient that is not finite, with the clause on documents."""
         if bad.cause == "gradient_not_finite":
             first, last = bad.global_batch
             return (
                 f"the gradient norm is {bad.loss} at iteration {bad.iteration} (samples {first} to "
                 f"{last}) on all {self._layout.world_size} ranks though every loss is finite; "
-                f"{self._documents(bad)}{_again(bad)}"
+                f"{documents}{_again(bad)}"
             )
         count = sum(not math.isfinite(loss) for loss in update.losses)
         return (
             f"the loss is {bad.loss}{self._place(bad)} at iteration {bad.iteration} "
             f"(samples {_listed(bad.samples)}; {count} micro batches in all); "
-            f"{self._documents(bad)}{_again(bad)}"
+            f"{documents}{_again(bad)}"
         )
 
     def _documents(self, bad: BadBatch) -> str:

@@ -100,7 +100,7 @@ class RateMeter:
 
         Starts a new interval.
         """
-        # Batches skipped because of train.skip_samples take no time and train nothing.
+        # Batches that were skipped train nothing; those of train.skip_samples take no time either.
         skipped = [
             range(first, last + 1)
             for first, last in state.passed_over

@@ -15,7 +15,7 @@ from megacore.engine.base import Update
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
-from tests.train.test_loop import DROPOUT, assert_same_run
+from tests.train.test_loop import DROPOUT, assert_same_checkpoint, assert_same_run
 
 Kind = tuple[str, dict[str, Any], dict[str, Any], str]
 """Engine, section deepspeed, section parallel, and precision."""
@@ -56,6 +56,8 @@ DISTURBED = (
     "pp2 stage 1",
     "stage 3 bf16, weights in many groups",
 )
+SKIPPED = ("stage 0", "pp2 stage 1", "stage 3 bf16, weights in many groups")
+"""Kinds that skip a batch with a NaN."""
 NATIVE: Kind = ("native", {}, {}, "fp32")
 ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
 ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["stage 0"])
@@ -63,14 +65,20 @@ ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["s
 ITERATIONS = 2 * (len(ON_TWO) + len(ON_ONE))
 
 
-def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunConfig:
+def until(
+    train_iters: int,
+    kind: Kind,
+    ranks: int = 2,
+    train: dict[str, Any] | None = None,
+    **model: float,
+) -> RunConfig:
     """Return the configuration of a run of `train_iters` iterations."""
     engine, deepspeed, parallel, precision = kind
     changes = {"train_iters": train_iters, "eval_interval": 100, "precision": precision}
     return _runs.config(
         engine,
         model=model,
-        train=_runs.config().train.model_dump() | changes,
+        train=_runs.config().train.model_dump() | changes | (train or {}),
         checkpoint={"save_interval": 3},
         parallel=parallel,
         deepspeed=deepspeed,
@@ -78,8 +86,10 @@ def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunCo
     )
 
 
-def train_disturbed(config: RunConfig, data: Path, directory: Path) -> None:
-    """Train, with NaN from every norm on rank 1 when iteration 4 is first computed."""
+def train_disturbed(
+    config: RunConfig, data: Path, directory: Path, *, disturbed: tuple[int, ...]
+) -> None:
+    """Train, with NaN from every norm on rank 1 in the computations with these numbers, from 1."""
     mesh = _runs.mesh(config)
     with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, directory, mesh, recorder)
@@ -95,7 +105,7 @@ def train_disturbed(config: RunConfig, data: Path, directory: Path) -> None:
         forward_backward = engine.forward_backward
 
         def compute(*arguments: Any, **options: Any) -> None:
-            bad[0] = next(computed) == 4 and mesh.rank == 1
+            bad[0] = next(computed) in disturbed and mesh.rank == 1
             forward_backward(*arguments, **options)
 
         def end(*arguments: Any, **options: Any) -> Update:
@@ -119,7 +129,13 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
         _runs.train(until(3, kind, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "resumed", attempt=2)
         if name in DISTURBED:
-            train_disturbed(until(6, kind, **DROPOUT), data, root / name / "disturbed")
+            config = until(6, kind, **DROPOUT)
+            train_disturbed(config, data, root / name / "disturbed", disturbed=(4,))
+        if name in SKIPPED:
+            skipping = until(6, kind, train={"nonfinite_action": "skip"}, **DROPOUT)
+            train_disturbed(skipping, data, root / name / "found", disturbed=(4, 5))
+            known = until(6, kind, train={"skip_samples": ["24"]}, **DROPOUT)
+            _runs.train(known, data, root / name / "known")
     for number, kind in enumerate(ON_TWO, 1):
         still_alive()
         _runs.train(until(2 * number, kind), data, root / "changing", attempt=number)
@@ -147,6 +163,13 @@ def test_recomputed_iteration_leaves_the_run_bit_identical(name: str, runs: Path
     (bad,) = _runs.events(runs / name / "disturbed", "bad_batch")
     assert (bad["cause"], bad["iteration"], bad["reproduced"]) == ("loss_not_finite", 4, False)
     assert_same_run(runs / name / "whole", runs / name / "disturbed", 6)
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_reproduced_nan_can_be_skipped_as_if_it_had_been_known(name: str, runs: Path) -> None:
+    (bad,) = _runs.events(runs / name / "found", "bad_batch")
+    assert (bad["iteration"], bad["reproduced"]) == (4, True)
+    assert_same_checkpoint(runs / name / "known", runs / name / "found", 6)
 
 
 def test_resumed_run_may_change_stage_ranks_and_engine(

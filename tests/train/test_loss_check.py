@@ -172,6 +172,14 @@ def test_error_names_the_documents_of_the_bad_samples() -> None:
     assert asked == [[2, 3], list(range(8))]
 
 
+def test_warning_of_a_skipped_spike_names_its_documents() -> None:
+    run = _runs.config(train=_runs.config().train.model_dump() | {"loss_spike_action": "skip"})
+    warnings: list[str] = []
+    loss_check = LossCheck(run, MESH, warnings.append, origins=lambda samples: "from document 7")
+    loss_check.count_iteration(SPIKE, TrainState(recent_loss=2.0), SPIKE)
+    assert "; from document 7; computed again" in warnings[0]
+
+
 def test_fp16_error_reports_the_exhausted_loss_scale() -> None:
     loss_check = check(precision="fp16")
     with pytest.raises(

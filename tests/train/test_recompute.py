@@ -208,6 +208,9 @@ def test_reproduced_fault_can_be_skipped_as_if_it_had_been_known(
     assert (bad["reproduced"], bad["global_batch"]) == (True, [24, 31])
     _runs.train(run(skip_samples=["24-31"]), data, tmp_path / "known")
     assert_same_checkpoint(tmp_path / "known", tmp_path / "found", 6)
+    steps = {event["iteration"]: event for event in _runs.events(tmp_path / "found", "step")}
+    assert steps[ITERATION]["skipped_iterations"] == 1
+    assert steps[ITERATION]["tokens_per_second"] == 0, "it trains nothing"
     assert _runs.losses(tmp_path / "known") == _runs.losses(tmp_path / "found")
 
 
