@@ -32,11 +32,18 @@ class WorkerPool(ProcessPoolExecutor):
         lacks: OSError or, if another thread has taken their numbers, ValueError.
         """
         try:
-            return super().submit(fn, *args, **kwargs)
+            future = super().submit(fn, *args, **kwargs)
         except (OSError, ValueError) as error:
             if self._broken:
                 raise BrokenProcessPool("a process ended while another one was started") from error
             raise
+        # Python's pool begins to wait before it has started the process. It then does not see that
+        # process's end until something else wakes it, and a lock that the process held may prevent
+        # that for ever.
+        with self._shutdown_lock:
+            if self._executor_manager_thread_wakeup is not None:
+                self._executor_manager_thread_wakeup.wakeup()
+        return future
 
     def kill(self) -> None:
         """Kill the processes and wait for the end of the pool.

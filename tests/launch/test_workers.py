@@ -1,3 +1,5 @@
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,3 +38,10 @@ def test_other_error_of_a_start_is_raised(
     monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", start_failing(error, None))
     with WorkerPool(2) as pool, pytest.raises(type(error)):
         pool.submit(print)
+
+
+def test_end_of_the_newest_process_breaks_the_pool_while_others_work() -> None:
+    with pytest.raises(BrokenProcessPool), WorkerPool(2) as pool:
+        pool.submit(time.sleep, 600)
+        time.sleep(0.2)  # until the pool waits for the first process
+        pool.submit(os._exit, 1).result(60)
