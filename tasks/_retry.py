@@ -1,8 +1,10 @@
 """Retries of a training: only failures in a row without a new checkpoint are limited."""
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,15 @@ from prefect import State, get_run_logger
 from prefect.context import TaskRunContext
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, STOP_FILE
 from megacore.config.launch import LaunchConfig
-from megacore.errors import MegacoreError, PreemptedError, RankLostError, TransientFileError
+from megacore.errors import (
+    MegacoreError,
+    PreemptedError,
+    RankLostError,
+    TrainingStoppedError,
+    TransientFileError,
+)
 from tasks._logging import CountedRetries
 
 FAILURES_FILE = "failures.json"
@@ -26,6 +34,9 @@ LONGEST_DELAY = 300.0
 _GROWING_DELAYS = 40
 """Number of retries with a wait of their own, of the 50 that Prefect takes; the last is repeated
 after them."""
+
+_LOOK_INTERVAL = 1.0
+"""Seconds between two checks for the stop file during a wait."""
 
 
 def retry_delays(launch: LaunchConfig) -> list[float]:
@@ -52,6 +63,8 @@ class Failures:
     count: int
     iteration: int
     """Iteration of the newest complete checkpoint after the last failure; 0 without one."""
+    retry_at: float = 0.0
+    """Time before which a retry does not begin, in Unix seconds; 0 without a retry."""
 
     @classmethod
     def read(cls, directory: Path, task_run: str) -> "Failures":
@@ -111,6 +124,9 @@ def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -
         before = now if before is None else before
         try:
             failures = Failures.read(run_directory, task_run).after(before, now)
+            delay = _delay(launch, failures.count)
+            if failures.count <= retries:
+                failures = replace(failures, retry_at=time.time() + delay)
             failures.write(run_directory)
         except (OSError, MegacoreError) as unwritable:
             # A failure that cannot be counted must not be retried forever: without a record, the
@@ -122,9 +138,7 @@ def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -
             )
             raise error from None
         if failures.count <= retries:
-            delays = retry_delays(launch)
-            delay = delays[min(failures.count, len(delays)) - 1] if delays else 0.0
-            allow_retries(1 + retries - failures.count, delay)
+            allow_retries(1 + retries - failures.count)
             get_run_logger().warning(
                 "%s: %s; retry %d of at most %d in a row without progress %s%s",
                 type(error).__name__,
@@ -144,8 +158,14 @@ def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -
         ) from error
 
 
-def allow_retries(more: int, delay: float) -> None:
-    """Let Prefect retry the current task run `more` times from now on, first after `delay` seconds.
+def _delay(launch: LaunchConfig, count: int) -> float:
+    """Return the seconds before the next attempt after `count` failures in a row."""
+    delays = retry_delays(launch)
+    return delays[min(count, len(delays)) - 1] if delays else 0.0
+
+
+def allow_retries(more: int) -> None:
+    """Let Prefect retry the current task run `more` times from now on.
 
     Prefect has its number of retries from the start of the task run, without those that progress
     earns.
@@ -154,7 +174,34 @@ def allow_retries(more: int, delay: float) -> None:
     if context is not None:
         before = context.task_run.run_count - 1
         context.task.retries = CountedRetries(before + more)
-        context.task.retry_delay_seconds = [delay] if delay else []
+
+
+def wait_to_retry(run_directory: Path, task_run: str, launch: LaunchConfig) -> None:
+    """Wait until the next attempt may begin, if an attempt of this task run has failed before.
+
+    Prefect would wait between the attempts. The wait is part of the next one, which holds the run's
+    lock: the run is shown as running, and a stop can be requested.
+
+    Raises:
+        TrainingStoppedError: the stop file is there, which is removed.
+    """
+    failures = Failures.read(run_directory, task_run)
+    if failures.count == 0:
+        return
+    # a clock that was set back must not make the wait longer
+    left = min(failures.retry_at - time.time(), _delay(launch, failures.count))
+    ends = time.monotonic() + left
+    stop = run_directory / STOP_FILE
+    while not os.path.exists(stop):  # False, not an error, while the mount is lost
+        left = ends - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(left, _LOOK_INTERVAL))
+    stop.unlink(missing_ok=True)
+    raise TrainingStoppedError(
+        f"training stopped before retry {failures.count} since {stop} was there (it is removed "
+        f"now): the same command {_place(failures.iteration)}"
+    )
 
 
 def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:

@@ -179,7 +179,8 @@ class StageRunner(Generic[Config]):
         launch = self.config.launch
         counts = isinstance(task.retries, CountedRetries)
         retries = CountedRetries(launch.retries) if counts else launch.retries
-        configured = task.with_options(retries=retries, retry_delay_seconds=retry_delays(launch))
+        delays = [] if counts else retry_delays(launch)  # a training waits by itself
+        configured = task.with_options(retries=retries, retry_delay_seconds=delays)
         started = time.monotonic()
         state: State[StageResult] = configured(config, *inputs, return_state=True)  # type: ignore[assignment]
         note_ended(state.state_details.task_run_id)

@@ -36,7 +36,7 @@ from tasks._mlflow import Dataset, RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor
 from tasks._parent import parent_of
-from tasks._retry import counted_failures, retry_condition
+from tasks._retry import counted_failures, retry_condition, wait_to_retry
 
 SEALED = "best/**/*"
 """Pattern of the files in the manifest: those of the best model. Checkpoints serve only to
@@ -99,6 +99,7 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     with counted, held as descriptor:
         ran = artifact_problem(key, config) is not None
         if ran:
+            wait_to_retry(directory, str(task_run.id), config.launch)
             with devices(config.launch, trains=True):
                 _run(config, key, directory, pretrained, examples, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)

@@ -31,7 +31,7 @@ from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor
 from tasks._resume import planned_before, resumed_digest
-from tasks._retry import counted_failures, pretraining_may_retry
+from tasks._retry import counted_failures, pretraining_may_retry, wait_to_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
     consumed_samples,
@@ -194,6 +194,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
     with counted, held as descriptor:
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
+            wait_to_retry(directory, str(task_run.id), config.launch)
             _refuse_to_shorten(config, directory)
             _refuse_other_order(config, directory, tokens, index)
             with devices(config.launch, trains=True):

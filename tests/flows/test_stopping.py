@@ -4,13 +4,21 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megacore.artifact import Workspace
+from megacore.cli.workspace import stop
 from megacore.config.load import parse_config
+from megacore.errors import RankLostError
+from megacore.observe.runs import runs
+from megacore.ranks import stages
+from tasks._retry import FAILURES_FILE
 from tests.flows.conftest import Bench, tiny_config
 from tests.flows.test_supervision import events_of, start, wait_for
 
@@ -105,3 +113,33 @@ def test_stopped_flow_run_has_a_separate_state(bench: Bench, tmp_path: Path) -> 
     resumed = bench.pretrain(seed=75)
     assert resumed.error is None
     assert "train" in resumed.stages("ran")
+
+
+@pytest.mark.slow
+def test_flow_is_stopped_while_it_waits_before_a_retry(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.pretrain import pretrain
+
+    def lose(*arguments: object, **options: object) -> None:
+        raise RankLostError("rank 0 was ended by SIGKILL")
+
+    def waiting() -> list[str]:
+        running = [run["path"] for run in runs(Workspace.of()) if run["state"] == "running"]
+        return [path for path in running if Path(path, FAILURES_FILE).exists()]
+
+    def stop_once_it_waits() -> None:
+        wait_for("a failed attempt", waiting, 120)
+        time.sleep(1.5)  # the first check for the stop file is over
+        stop("flow-test")
+
+    monkeypatch.setattr(stages, "supervise", lose)
+    stopper = threading.Thread(target=stop_once_it_waits)
+    stopper.start()
+    overrides = {"seed": 77, "launch.retries": 1, "launch.retry_delay": 60}
+    state = pretrain(str(bench.conf), overrides, return_state=True)
+    stopper.join()
+    assert (state.name, state.type.value) == ("Stopped", "CANCELLED")
+    assert "training stopped before retry 1 since" in str(state.message)
+    assert "the same command starts from the beginning" in str(state.message)
+    assert not list(bench.workspace.glob("runs/*/stop"))

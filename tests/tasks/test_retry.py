@@ -2,7 +2,7 @@
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from tasks._retry import (
     counted_failures,
     pretraining_may_retry,
     retry_delays,
+    wait_to_retry,
 )
 from tasks.download import download
 from tasks.evaluate import evaluate
@@ -88,6 +89,30 @@ class FakeRun:
             raise error
 
 
+class FakeClock:
+    """A clock that only `time.sleep` of the module moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e9
+        self.slept = 0.0
+        self._events: list[tuple[float, Callable[[], None]]] = []
+        functions = SimpleNamespace(
+            time=lambda: self.now, monotonic=lambda: self.slept, sleep=self._sleep
+        )
+        monkeypatch.setattr(_retry, "time", functions)
+
+    def at(self, moment: float, event: Callable[[], None]) -> None:
+        """Call `event` when the clock has reached `moment`."""
+        self._events.append((moment, event))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += seconds
+        for moment, event in self._events:
+            if self.now >= moment:
+                event()
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     return FakeRun(tmp_path, monkeypatch)
@@ -130,7 +155,63 @@ def test_waits_double_in_a_row_without_progress(run: FakeRun) -> None:
     run.attempts([(5, LOST)] * 4 + [(0, LOST)] * 2)
     waits = [line.rpartition(" in ")[2] for line in run.warnings]
     assert waits == ["5 s"] * 4 + ["10 s"]
-    assert run.task.retry_delay_seconds == [10]
+
+
+def test_only_an_attempt_after_a_failure_of_its_task_run_waits(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(monkeypatch)
+    launch = run.config.launch
+    wait_to_retry(run.directory, "a", launch)
+    assert clock.slept == 0
+    for number in (1, 2):
+        run.task_run.run_count = number
+        with pytest.raises(RankLostError):
+            run.attempt(0, LOST, "a")
+    wait_to_retry(run.directory, "b", launch)
+    assert clock.slept == 0
+    clock.now += 3  # Prefect may take some time to begin the retry
+    wait_to_retry(run.directory, "a", launch)
+    assert clock.slept == pytest.approx(10 - 3)
+    wait_to_retry(run.directory, "a", launch)
+    assert clock.slept == pytest.approx(10 - 3)
+
+
+def test_a_task_run_that_was_given_up_is_repeated_at_once(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(monkeypatch)
+    run.attempts([(0, LOST)] * 3)
+    wait_to_retry(run.directory, "a", run.config.launch)
+    assert clock.slept == 0
+
+
+def test_a_clock_that_is_set_back_does_not_lengthen_a_wait(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(monkeypatch)
+    Failures("a", 1, 0, retry_at=clock.now + 1e6).write(run.directory)
+    wait_to_retry(run.directory, "a", run.config.launch)
+    assert clock.slept == pytest.approx(5)
+
+
+@pytest.mark.parametrize("saved", [0, 40])
+def test_a_wait_ends_at_the_stop_file(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    clock = FakeClock(monkeypatch)
+    stop = run.directory / "stop"
+    clock.at(clock.now + 2, stop.touch)
+    Failures("a", 2, saved, retry_at=clock.now + 10).write(run.directory)
+    with pytest.raises(TrainingStoppedError) as caught:
+        wait_to_retry(run.directory, "a", run.config.launch)
+    place = "resumes from iteration 40" if saved else "starts from the beginning"
+    assert str(caught.value) == (
+        f"training stopped before retry 2 since {stop} was there (it is removed now): the same "
+        f"command {place}"
+    )
+    assert clock.slept == pytest.approx(2)
+    assert not stop.exists()
 
 
 def test_default_waits_outlast_the_restart_of_a_host() -> None:
@@ -194,12 +275,13 @@ def test_an_error_of_the_disk_in_this_process_counts_too(run: FakeRun) -> None:
             [
                 "lock",
                 "training_problem",
+                "wait_to_retry",
                 "_refuse_to_shorten",
                 "_refuse_other_order",
                 "open_artifact",
             ],
         ),
-        ("finetune", ["lock", "artifact_problem", "open_artifact"]),
+        ("finetune", ["lock", "artifact_problem", "wait_to_retry", "open_artifact"]),
     ],
 )
 def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
@@ -217,7 +299,7 @@ def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
         {"train": "training_problem", "finetune": "artifact_problem"}[module]: (
             lambda *arguments: "it is new"
         ),
-        **{name: lambda *arguments: None for name in calls if name.startswith("_refuse")},
+        **{name: lambda *arguments: None for name in calls if name.startswith(("_refuse", "wait"))},
         **({"artifact_directory": lambda key: run.directory} if module == "finetune" else {}),
     }
     for name, function in done.items():
@@ -259,7 +341,8 @@ def test_checkpoints_that_cannot_be_listed_at_the_start_are_no_progress(
             counted_failures(run.directory, "a", run.config.launch),
         ):
             raise AssertionError("the attempt must not start")
-        assert Failures.read(run.directory, "a") == Failures("a", number, 7)
+        failures = Failures.read(run.directory, "a")
+        assert (failures.count, failures.iteration) == (number, 7)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +401,8 @@ def test_a_failure_is_retried_if_the_checkpoints_cannot_be_listed(
         counted_failures(run.directory, "a", run.config.launch),
     ):
         raise LOST
-    assert Failures.read(run.directory, "a") == Failures("a", 1, 4)
+    failures = Failures.read(run.directory, "a")
+    assert (failures.count, failures.iteration) == (1, 4)
     assert "retry 1 of at most 2" in run.warnings[0]
 
 
@@ -366,6 +450,7 @@ def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: Fa
     assert [row["outcome"] for row in rows] == ["stopped"]
     assert task.options["retries"] == run.config.launch.retries
     assert isinstance(task.options["retries"], CountedRetries)
+    assert task.options["retry_delay_seconds"] == [], "the attempt waits, where it can be stopped"
     assert pipeline.ended is not None
     assert pipeline.ended.type.value == "CANCELLED"
     assert pipeline.ended.name == "Stopped"
@@ -379,6 +464,7 @@ def test_failure_remains_a_failure(rows: list[dict[str, str]], run: FakeRun) -> 
         pipeline.stage(task)
     assert [row["outcome"] for row in rows] == ["failed"]
     assert task.options["retries"] == run.config.launch.retries
+    assert task.options["retry_delay_seconds"] == retry_delays(run.config.launch)
     assert pipeline.ended is None
 
 
