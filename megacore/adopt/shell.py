@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.adopt.conditions import Conditions, source_of
 from megacore.adopt.rules import Place, Setting
 from megacore.adopt.words import (
-    Conditions,
     Expander,
     Part,
+    Value,
     Variables,
     Word,
     hide_placeholders,
     show_placeholders,
-    source_of,
 )
 from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError
@@ -149,6 +149,18 @@ class _ExitError(Exception):
     """End of a script by `exit`."""
 
 
+class _ReturnError(Exception):
+    """End of a function or of a sourced script by `return`."""
+
+
+class _LoopError(Exception):
+    """End of a round of a loop by `continue`, or of the loop by `break`."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+
+
 class _Reader:
     """Walk over the statements of one script."""
 
@@ -159,7 +171,8 @@ class _Reader:
         self.conditions = Conditions(self.expander)
         self.functions: dict[str, Node] = {}
         self.steps = 0
-        self.returned = False
+        self.local: list[dict[str, Value | None]] = []
+        """Values that the local variables of the running functions had before, innermost last."""
 
     def run(self, text: str) -> None:
         """Walk over a script's text; its `exit` ends the walk."""
@@ -170,7 +183,7 @@ class _Reader:
         ):
             self.script.hints.setdefault(match[1], show_placeholders(match[2]))
         tree = _parser().parse(hidden.encode("utf-8"))
-        with contextlib.suppress(_ExitError):
+        with contextlib.suppress(_ExitError, _ReturnError, _LoopError):
             self._all(tree.root_node.named_children)
 
     def _all(self, nodes: "list[Node]") -> None:
@@ -188,7 +201,14 @@ class _Reader:
             case "variable_assignment":
                 self._assign(node)
             case "variable_assignments" | "declaration_command":
+                if self.local and source_of(node).startswith(("local", "declare", "typeset")):
+                    for local in _declared(node):
+                        self.local[-1].setdefault(local, self.variables.values.get(local))
                 self._all([c for c in node.named_children if c.type == "variable_assignment"])
+            case "unset_command":
+                for unset in source_of(node).split()[1:]:
+                    if unset not in self.script.given:
+                        self.variables.values.pop(unset, None)
             case "command":
                 self._command(node)
             case "redirected_statement":
@@ -209,7 +229,13 @@ class _Reader:
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
                     self.functions[source_of(name)] = body
-            case "compound_statement" | "subshell" | "do_group" | "ERROR" | "program":
+            case "subshell":
+                before = dict(self.variables.values)
+                with contextlib.suppress(_ExitError):
+                    self._all(node.named_children)
+                self.variables.values.clear()
+                self.variables.values.update(before)
+            case "compound_statement" | "do_group" | "ERROR" | "program":
                 if source_of(node).startswith("(("):
                     self._arithmetic(source_of(node)[2:-2])
                 else:
@@ -247,6 +273,7 @@ class _Reader:
             else self.expander.one(source_of(value), value.start_point[0] + 1)
         )
         if target.type == "subscript":
+            self._element(source_of(target), text)
             return
         if appends:
             before = values.get(name)
@@ -255,6 +282,15 @@ class _Reader:
                 return
             text = Word((*(before.parts if before is not None else ()), *text.parts))
         values[name] = text
+
+    def _element(self, target: str, word: Word) -> None:
+        """Set an element of an array; other arrays, whose keys are texts, have no values."""
+        name, _, index = target.rstrip("]").partition("[")
+        old, number = self.variables.values.get(name), self.expander.number(index)
+        if isinstance(old, list) and number is not None and 0 <= number <= len(old):
+            self.variables.values[name] = [*old[:number], word, *old[number + 1 :]]
+        else:
+            self.variables.values.pop(name, None)
 
     def _arithmetic(self, text: str) -> None:
         """Apply an assignment of `(( … ))` or `let`; other expressions change nothing."""
@@ -278,10 +314,20 @@ class _Reader:
         outcome = self.conditions.outcome(first)
         self._statement(first)
         for position in range(1, len(children) - 1, 2):
-            sign = children[position].type
-            if (sign == "&&" and outcome is False) or (sign == "||" and outcome is not False):
+            sign, following = children[position].type, children[position + 1]
+            if outcome is None and _is_test(first) and _changes(following):
+                self._left_out(first, f"what follows {sign} is left out")
+            skipped = outcome is False or (outcome is None and _is_test(first))
+            if (sign == "&&" and skipped) or (sign == "||" and outcome is not False):
                 continue
-            self._statement(children[position + 1])
+            self._statement(following)
+
+    def _left_out(self, condition: "Node", consequence: str) -> None:
+        shown = " ".join(source_of(condition).split())
+        self.script.remarks.append(
+            f"{self.path.name}:{condition.start_point[0] + 1}: the condition "
+            f"{show_placeholders(shown)} depends on the machine: {consequence}"
+        )
 
     def _if(self, node: "Node") -> None:
         branches = _branches(node)
@@ -309,6 +355,8 @@ class _Reader:
         if subject is None:
             return
         word = self.conditions.plain(subject)
+        if word is None and _changes(node):
+            self._left_out(subject, "no branch is taken")
         for item in node.named_children:
             if item.type != "case_item" or word is None:
                 continue
@@ -330,16 +378,26 @@ class _Reader:
         for word in words[:1000]:
             if not word.unknown:
                 self.variables.values[source_of(variable)] = word
-                self._statement(body)
+                if self._round(body):
+                    return
 
     def _while(self, node: "Node") -> None:
         condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
         rounds = 0
         while condition is not None and body is not None and self.conditions.outcome(condition):
-            self._statement(body)
+            if self._round(body):
+                return
             rounds += 1
             if rounds > 1000:
                 break
+
+    def _round(self, body: "Node") -> bool:
+        """Walk over a round of a loop; return True if it ends the loop."""
+        try:
+            self._statement(body)
+        except _LoopError as end:
+            return end.ends
+        return False
 
     def _redirected(self, node: "Node") -> None:
         """Walk over a command, and keep the text of a file that it writes."""
@@ -440,9 +498,11 @@ class _Reader:
         elif name == "let":
             self._arithmetic(" ".join(word.text for word in words[1:]))
         elif name == "shift":
-            values = self.variables.values.get("@")
-            if isinstance(values, list):
-                self.variables.values["@"] = values[1:]
+            self._shift(self.expander.number(words[1].text) if len(words) > 1 else 1)
+        elif name == "return":
+            raise _ReturnError
+        elif name in ("break", "continue"):
+            raise _LoopError(ends=name == "break")
         elif name == "eval":
             self._line(words[1:])
         elif name in self.functions and self.depth < _MOST_DEPTH:
@@ -451,6 +511,17 @@ class _Reader:
             launch = _launch(words)
             if launch is not None:
                 self.script.launches.append(launch)
+
+    def _shift(self, count: int | None) -> None:
+        """Drop the first arguments: the others get smaller numbers."""
+        values = self.variables.values
+        arguments = values.get("@")
+        if not isinstance(arguments, list) or count is None or count < 0:
+            return
+        values["@"] = rest = arguments[count:]
+        for number in range(1, 10):
+            values.pop(str(number), None)
+        values |= {str(number + 1): word for number, word in enumerate(rest[:9])}
 
     def _shell(self, words: list[Word]) -> bool:
         """Follow `bash FILE`, `sbatch FILE` and `sh -c TEXT`; return True if it was one."""
@@ -480,7 +551,8 @@ class _Reader:
         """Follow the commands in the text of `eval` or `sh -c`, divided at `;`, `&&` and `||`."""
         command: list[Word] = []
         is_target = False
-        for word in [part for each in words for part in each.fields()]:
+        text = [part for each in words for part in (*each.parts, Part(" ", each.place))]
+        for word in self.expander.again(Word(tuple(text))):
             redirects = re.fullmatch(r"[12&]?>{1,2}(.*)", word.text)
             if word.text in (";", "&&", "||", "|", "&"):
                 self._call(command)
@@ -496,9 +568,11 @@ class _Reader:
         values["@"] = arguments
         values |= {str(number + 1): word for number, word in enumerate(arguments[:9])}
         self.depth += 1
-        self._statement(self.functions[name])
+        self.local.append({})
+        with contextlib.suppress(_ReturnError):
+            self._statement(self.functions[name])
         self.depth -= 1
-        for key, value in saved.items():
+        for key, value in (saved | self.local.pop()).items():
             if value is None:
                 values.pop(key, None)
             else:
@@ -548,6 +622,19 @@ def _changes(node: "Node") -> bool:
     if node.type == "command" and ".py" in source_of(node):
         return True
     return any(_changes(child) for child in node.named_children)
+
+
+def _declared(node: "Node") -> list[str]:
+    """Return the names in a command such as `local A=1 B`."""
+    names = [child.child_by_field_name("name") or child for child in node.named_children]
+    return [source_of(name) for name in names if name.type == "variable_name"]
+
+
+def _is_test(node: "Node") -> bool:
+    """Return True if a side of `&&` is a test, and no program that is expected to succeed."""
+    if node.type in ("list", "negated_command"):
+        return _is_test(node.named_children[0])
+    return node.type == "test_command" or source_of(node).startswith("test ")
 
 
 def _replaced(text: str, old: str, new: str, everywhere: bool) -> str:

@@ -1,6 +1,6 @@
-"""Values of words and conditions as bash computes them, without execution.
+"""Values of words as bash computes them, without execution.
 
-Each part of a word keeps its line. Conditions that depend on the machine have no value.
+Each part of a word keeps its line.
 """
 
 import ast
@@ -9,14 +9,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megacore.adopt.rules import Place
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?!$-]")
 _BRACES = re.compile(
@@ -150,16 +144,55 @@ class Expander:
 
     def one(self, text: str, line: int) -> Word:
         """Return a source text as one word, as in an assignment."""
-        parts = [
-            Part(" ", Place(self.file, line)) if piece is None else piece
-            for _, pieces in self._scan(text, line)
-            for piece, _ in pieces
-        ]
+        space = Part(" ", Place(self.file, line))
+        parts: list[Part] = []
+        for number, (_, pieces) in enumerate(self._scan(text, line)):
+            parts += [space] if number else []
+            parts += [space if piece is None else piece for piece, _ in pieces]
         return Word(tuple(parts) or (Part("", Place(self.file, line)),))
 
     def document(self, text: str, line: int) -> str:
         """Return the text of a here-document."""
         return Word(tuple(self._quoted(text, line))).text
+
+    def again(self, word: Word) -> list[Word]:
+        """Return the words of a text that bash reads a second time, as `eval` and `sh -c` do."""
+        pieces: list[_Piece] = []
+        quote = ""
+        for part in word.parts:
+            text, position = part.text, 0
+            if part.unknown:
+                pieces.append((part, True))
+                continue
+            while position < len(text):
+                char, end = text[position], position + 1
+                if char == quote or (not quote and char in "'\""):
+                    quote = "" if quote else char
+                    pieces.append((Part("", part.place), True))  # an empty word is one in quotes
+                elif char == "\\" and quote != "'" and end < len(text):
+                    end += 1
+                    kept = "" if not quote or text[position + 1] in '$"\\`\n' else char
+                    if text[position + 1] != "\n":
+                        pieces.append((Part(kept + text[position + 1], part.place), True))
+                elif char in "$`" and quote != "'":
+                    end = max(end, expansion_end(text, position))
+                    for piece, safe in self._expansion(text[position:end], part.place):
+                        pieces.append((piece, safe or (bool(quote) and piece is not None)))
+                else:
+                    pieces.append((Part(char, part.place), bool(quote)))
+                position = end
+        words = []
+        for each in self._divided(pieces, quoted=False):
+            joined: list[Part] = []
+            for part in each.parts:
+                last = joined[-1] if joined else None
+                known = last is not None and not last.unknown and not part.unknown
+                if last is not None and known and last.place == part.place:
+                    joined[-1] = Part(last.text + part.text, last.place)
+                else:
+                    joined.append(part)
+            words.append(Word(tuple(joined)))
+        return words
 
     def _divided(self, parts: "list[_Piece]", *, quoted: bool) -> Iterator[Word]:
         """Yield the words of pieces: None ends a word, as does white space that is unquoted."""
@@ -206,17 +239,19 @@ class Expander:
                 ]
                 quoted, position = True, end + 1
             elif char == '"':
-                end = _closing_quote(text, position)
+                end = closing_quote(text, position)
                 inner = text[position + 1 : end]
-                array = re.fullmatch(r"\$\{(\w+)\[@\]\}", inner) or re.fullmatch(r"\$(@)", inner)
-                if array is not None:
-                    pieces += self._array(array[1], place, protected=True)
+                array = re.fullmatch(r"\$\{(\w+)\[@\](.*)\}", inner, re.DOTALL) or re.fullmatch(
+                    r"\$(@)()", inner
+                )
+                if array is not None and expansion_end(inner, 0) == len(inner):
+                    pieces += self._elements(array[1], array[2], inner, place, protected=True)
                 else:
                     quoted = True
                     pieces += [(part, True) for part in self._quoted(inner, here)]
                 position = end + 1
             elif char in "$`":
-                end = _expansion_end(text, position)
+                end = expansion_end(text, position)
                 pieces += self._expansion(text[position:end], place)
                 position = end
             else:
@@ -252,9 +287,9 @@ class Expander:
                 else:
                     plain += following
                 position += 2
-            elif char in "$`" and _expansion_end(text, position) > position + 1:
+            elif char in "$`" and expansion_end(text, position) > position + 1:
                 flush()
-                end = _expansion_end(text, position)
+                end = expansion_end(text, position)
                 place = Place(self.file, here)
                 for piece, _ in self._expansion(text[position:end], place):
                     parts.append(Part(" ", place) if piece is None else piece)
@@ -290,7 +325,7 @@ class Expander:
                 else self._variable(target.text, text, place)
             )
         if match["index"] in ("[@]", "[*]"):
-            return self._array(name, place, protected=False)
+            return self._elements(name, rest, text, place, protected=False)
         if match["index"]:
             value, index = self.variables.values.get(name), self.number(match["index"][1:-1])
             if isinstance(value, list) and index is not None and -len(value) <= index < len(value):
@@ -343,6 +378,29 @@ class Expander:
             return [(_unknown(text, place), False)]
         return [(part, False) for part in value.parts if part.text]
 
+    def _elements(
+        self, name: str, rest: str, text: str, place: Place, *, protected: bool
+    ) -> "list[_Piece]":
+        """Return the pieces of `${NAME[@] rest}`: all elements, a slice, or an alternative."""
+        value = self.variables.values.get(name)
+        pieces = self._array(name, place, protected=protected)
+        if not rest:
+            return pieces
+        if rest.startswith((":+", "+")):
+            same = rest.lstrip(":+").strip('"') == f"${{{name}[@]}}"
+            return pieces if same or not value else [(_unknown(text, place), False)]
+        if rest.startswith((":-", "-")):
+            default = self.one(rest.lstrip(":")[1:], place.line)
+            return pieces if value else [(part, protected) for part in default.parts if part.text]
+        bounds = [self.number(bound) for bound in rest[1:].split(":")]
+        if not isinstance(value, list) or rest[0] != ":" or None in bounds or len(bounds) > 2:
+            return [(_unknown(text, place), False)]
+        first, count = (bounds[0] or 0), bounds[1] if len(bounds) == 2 else len(value)
+        if name == "@" or first < 0 or count is None or count < 0:
+            return [(_unknown(text, place), False)]
+        part = Variables({name: value[first : first + count]})
+        return Expander(part, self.file, self.directory)._array(name, place, protected=protected)
+
     def _array(self, name: str, place: Place, *, protected: bool) -> "list[_Piece]":
         value = self.variables.values.get(name)
         if value is None:
@@ -378,7 +436,7 @@ class Expander:
 
     def number(self, text: str) -> int | None:
         """Return the value of an arithmetic expression; None if it has no value or is too large."""
-        names = re.sub(r"(?<![\w$}{])([A-Za-z_]\w*)", r"$\1", text)
+        names = re.sub(r"(?<![\w$}{])(?<!\{[#!])([A-Za-z_]\w*)", r"$\1", text)
         word = self.one(f'"{names}"', 0)
         plain = word.text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
         if word.unknown:
@@ -457,20 +515,20 @@ def _calculate(node: ast.AST) -> int:
     return result
 
 
-def _closing_quote(text: str, start: int) -> int:
+def closing_quote(text: str, start: int) -> int:
     """Return the position of the double quote that closes the one at `start`."""
     position = start + 1
     while position < len(text) and text[position] != '"':
         if text[position] == "\\":
             position += 2
         elif text[position] in "$`":
-            position = max(_expansion_end(text, position), position + 1)
+            position = max(expansion_end(text, position), position + 1)
         else:
             position += 1
     return min(position, len(text))
 
 
-def _expansion_end(text: str, start: int) -> int:
+def expansion_end(text: str, start: int) -> int:
     """Return the position after the expansion that begins at `start`; start + 1 if none does."""
     if text[start] == "`":
         end = text.find("`", start + 1)
@@ -486,7 +544,7 @@ def _expansion_end(text: str, start: int) -> int:
             elif char == "'" and opening == "(":
                 position = max(position, text.find("'", position + 1))
             elif char == '"':
-                position = _closing_quote(text, position)
+                position = closing_quote(text, position)
             elif char == opening:
                 depth += 1
             elif char == closing:
@@ -497,102 +555,3 @@ def _expansion_end(text: str, start: int) -> int:
         return len(text)
     match = _NAME.match(text, start + 1)
     return start + 1 if match is None else match.end()
-
-
-_VARIABLE = re.compile(r"\$\{?\w+(?:\[[@*\d]\])?\}?")
-
-
-def source_of(node: "Node") -> str:
-    """Return the text of a node."""
-    return (node.text or b"").decode("utf-8", errors="replace")
-
-
-class Conditions:
-    """Evaluation of `[ … ]`, `[[ … ]]` and `(( … ))`: a variable without a value is empty."""
-
-    def __init__(self, expander: Expander) -> None:
-        self.expander = expander
-
-    def plain(self, node: "Node") -> str | None:
-        """Return an operand of a test; None if it depends on the machine, "" if it is unset."""
-        word = self.expander.one(source_of(node), node.start_point[0] + 1)
-        texts = []
-        for part in word.parts:
-            if part.unknown and not _VARIABLE.fullmatch(part.text):
-                return None
-            texts.append("" if part.unknown else part.text)
-        return "".join(texts)
-
-    def outcome(self, node: "Node") -> bool | None:
-        """Return the outcome of a condition; None if it depends on the machine."""
-        match node.type:
-            case "test_command" | "parenthesized_expression":
-                if source_of(node).startswith("(("):
-                    number = self.expander.number(source_of(node)[2:-2])
-                    return None if number is None else bool(number)
-                inner = node.named_children
-                return self.outcome(inner[0]) if inner else False
-            case "binary_expression":
-                return self._compare(node)
-            case "unary_expression":
-                return self._unary(node)
-            case "negated_command":
-                outcome = self.outcome(node.named_children[0])
-                return None if outcome is None else not outcome
-            case "list":
-                sides = [self.outcome(child) for child in node.named_children]
-                return _joined("&&" if any(c.type == "&&" for c in node.children) else "||", sides)
-            case "command":
-                words = source_of(node).split()
-                return {"true": True, "false": False, ":": True}.get(words[0]) if words else None
-            case "compound_statement" if source_of(node).startswith("(("):
-                number = self.expander.number(source_of(node)[2:-2])
-                return None if number is None else bool(number)
-            case "word" | "string" | "simple_expansion" | "expansion" | "concatenation" | "number":
-                text = self.plain(node)
-                return None if text is None else bool(text)
-        return None
-
-    def _compare(self, node: "Node") -> bool | None:
-        left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
-        sign = node.child_by_field_name("operator")
-        if left is None or right is None or sign is None:
-            return None
-        name = source_of(sign)
-        if name in ("&&", "||", "-a", "-o"):
-            sides = [self.outcome(left), self.outcome(right)]
-            return _joined({"-a": "&&", "-o": "||"}.get(name, name), sides)
-        first, second = self.plain(left), self.plain(right)
-        if first is None or second is None:
-            return None
-        if name in ("=", "==", "!="):
-            same = fnmatch.fnmatchcase(first, second.replace("[", "[[]"))
-            return same == (name != "!=")
-        numbers = [self.expander.number(text) if text else 0 for text in (first, second)]
-        if numbers[0] is None or numbers[1] is None:
-            return None
-        a, b = numbers[0], numbers[1]
-        outcomes = {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-lt": a < b}
-        outcomes |= {"-ge": a >= b, "-le": a <= b, ">": a > b, "<": a < b}
-        return outcomes.get(name)
-
-    def _unary(self, node: "Node") -> bool | None:
-        sign, operand = node.child_by_field_name("operator"), node.named_children[-1]
-        name = source_of(sign) if sign is not None else source_of(node)[:1]
-        if name == "!":
-            outcome = self.outcome(operand)
-            return None if outcome is None else not outcome
-        if name in ("-n", "-z"):
-            text = "" if operand is sign else self.plain(operand)
-            return None if text is None else bool(text) == (name == "-n")
-        if name in ("-f", "-e", "-s"):
-            text = self.plain(operand)
-            return True if text and Path(text).name in self.expander.variables.files else None
-        return None
-
-
-def _joined(sign: str, sides: list[bool | None]) -> bool | None:
-    decided = sign != "&&"
-    if decided in sides:
-        return decided
-    return None if None in sides else not decided

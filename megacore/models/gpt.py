@@ -34,10 +34,10 @@ class GPTModel(Model):
             scale=self.model.score_scale,
         )
         # Made once: copies of new slopes to a GPU would wait for it in every micro batch.
+        # They are no parameter, and a model on the meta device gets only parameters later.
+        place = "cpu" if torch.device(device).type == "meta" else device
         self._slopes = (
-            alibi_slopes(self.model.num_attention_heads)
-            .to(device)
-            .chunk(self.tp.size)[self.tp.rank]
+            alibi_slopes(self.model.num_attention_heads).to(place).chunk(self.tp.size)[self.tp.rank]
             if self.model.position_embedding_type == "alibi"
             else None
         )

@@ -47,6 +47,26 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
         ("i=1\n((i++))\nlet i=i+5\npython t.py $i", ["7"]),
         ("sbatch <<EOT\n#!/bin/bash\nsrun python t.py --a 1\nEOT", ["--a", "1"]),
         ('D=$(dirname "x/y/z.sh")\npython t.py $D', ["x/y"]),
+        ('C="python t.py --a \'1 2\' --b \\"3\\""\neval $C', ["--a", "1 2", "--b", "3"]),
+        ("export A=1\nsrun bash -c 'python t.py --a $A \"b c\"'", ["--a", "1", "b c"]),
+        ("python t.py ${A:-0.3 /a 0.7 /b}", ["0.3", "/a", "0.7", "/b"]),
+        ('A="${A:-0.3 /a}"\npython t.py "$A"', ["0.3 /a"]),
+        ('A=(1 2 3)\npython t.py ${A[@]:1} "${A[@]:0:2}"', ["2", "3", "1", "2"]),
+        ('A=(--x "1 2")\npython t.py "${A[@]+"${A[@]}"}"', ["--x", "1 2"]),
+        ('A=(1 2)\npython t.py ${A[@]:-9} ${B[@]:-9} "${B[@]:-}"', ["1", "2", "9"]),
+        ("A=(1 2 3)\nA[1]=7\npython t.py ${A[@]} $((${#A[@]} * 2))", ["1", "7", "3", "6"]),
+        ('f() { A=$1; shift; python t.py $A $1 "$@"; }\nf 1 2 3', ["1", "2", "2", "3"]),
+        ('f() { shift 2; python t.py "$@"; }\nf 1 2 3', ["3"]),
+        ("f() { if [ $1 = x ]; then A=1; return; fi; A=2; }\nf x\npython t.py $A", ["1"]),
+        ("for i in 1 2 3; do A=$i; if [ $i = 2 ]; then break; fi; done\npython t.py $A", ["2"]),
+        (
+            "A=x\nfor i in 1 2; do if [ $i = 1 ]; then continue; fi; A=$A$i; done\npython t.py $A",
+            ["x2"],
+        ),
+        ("A=1\nf() { local A=2; }\nf\n(A=3)\npython t.py $A", ["1"]),
+        ("A=1\nunset A\npython t.py ${A:-2}", ["2"]),
+        ('A=1\ntest -z "$A" && A=2\npython t.py $A', ["1"]),
+        ("A=true\nif $A; then B=1; fi\npython t.py $B", ["1"]),
     ],
 )
 def test_words_are_those_of_bash(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -105,6 +125,50 @@ def test_a_condition_on_the_machine_counts_as_false_with_a_remark(tmp_path: Path
     assert [word.text for word in script.launches[0].arguments] == ["2"]
     assert "train.sh:1" in script.remarks[0]
     assert "[ -d /data ]" in script.remarks[0]
+
+
+def test_a_side_after_a_condition_on_the_machine_is_left_out_with_a_remark(tmp_path: Path) -> None:
+    script = script_of(
+        tmp_path,
+        "A=1\n[ -d /data ] && A=2\n[[ -f /done ]] && exit 0\ncd /code && B=3\npython t.py $A $B",
+    )
+    assert [word.text for word in script.launches[0].arguments] == ["1", "3"]
+    assert [remark.split()[0] for remark in script.remarks] == ["train.sh:2:"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ('[ "$P" = bf16 -a "$N" = 1 ]', True),
+        ('[ "$P" = fp32 -o "$N" = 1 ]', True),
+        ('[ -z "$Q" -a "$N" -gt 1 ]', False),
+        ('[ ! "$P" = fp32 ]', True),
+        ("[ ! $N -eq 1 ]", False),
+        ("[[ ! $P == fp32 ]]", True),
+        ("[[ $P = bf16 || $P = fp16 ]]", True),
+        ("[[ $P = fp16 && $N = 1 || $N = 2 ]]", False),
+        ("[[ $P == [bf]* && ! ( $N == 2 ) ]]", True),
+        ('[[ $P == "b*" ]]', False),
+        ('[[ ${P} == *"fp"* ]]', False),
+        ('[[ ${Q} == *"fp"* || $P == b* ]]', True),
+        ("[[ ($P == bf16)&&($N == 2 ||$N == 1) ]]", True),
+        ("[ -n $Q ]", True),
+        ('[ -n "$Q" ]', False),
+        ("[ $Q != 1 ]", False),
+        ("[[ $Q != 1 ]]", True),
+        ("[ $N = 1 -a \\\n $P = bf16 ]", True),
+        ("[ ! $Q ]", True),
+        ('[[ 0 = [bf]f16 || "$P" ]]', True),
+        ("(( N == 1 && 2 > N ))", True),
+    ],
+)
+def test_conditions_have_the_outcome_of_bash(
+    tmp_path: Path, condition: str, expected: bool
+) -> None:
+    text = f"P=bf16; N=1; A=no\nif {condition}; then A=yes; fi\npython t.py $A"
+    script = script_of(tmp_path, text)
+    assert [word.text for word in script.launches[0].arguments] == ["yes" if expected else "no"]
+    assert script.remarks == []
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from megacore.checkpoint import load
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
-from megacore.convert.source import CheckpointTensors
+from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.errors import CheckpointError
+from megacore.models.build import build_bare
+from megacore.parallel.mesh import ProcessMesh
 from tests.convert._models import our_model, tiny_spec
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +121,13 @@ def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path: Path) -> Non
     assert total > 2 * largest
     # Blocks of a few megabytes are added; with larger tensors they are part of the 10 %.
     assert largest < int(result.stdout) + (1 << 20) < 1.1 * largest + (6 << 20)
+
+
+def test_a_model_with_alibi_computes_after_its_weights_were_assigned() -> None:
+    spec = tiny_spec("gpt2", position_embedding_type="alibi")
+    built = build_bare(spec, ProcessMesh.serial(), device="cpu")
+    tensors = {name: torch.randn(value.shape) for name, value in built.named_parameters()}
+    built.load_state_dict(tensors)
+    tokens = torch.arange(8)[None]
+    with torch.inference_mode():
+        assert torch.equal(load_weights(spec, tensors)(tokens), built(tokens))
