@@ -3,7 +3,9 @@
 The module imports datatrove, so it is itself imported only where documents are curated or searched.
 """
 
+import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,8 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents."""
         with open(self._path, "rb", buffering=1 << 20) as file:
-            for line in file:
-                values = orjson.loads(line)
+            for number, line in enumerate(file, 1):
+                values = parse_fields(line, "text", f"{self._path}:{number}")
                 yield Document(
                     text=values["text"], id=values["source"], metadata=values.get("fields", {})
                 )
@@ -178,6 +180,10 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
         try:
             line = orjson.dumps(values, default=str, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError as error:  # JSONEncodeError is one
+            if self._tally is None:  # fields may hold what only Python's json reads and writes
+                with suppress(TypeError, ValueError):
+                    document.text.encode()
+                    return f"{json.dumps(values, default=str)}\n".encode()
             reason = " ".join(str(error).split())
             raise DataFormatError(
                 f"{document.id} cannot be written as JSON ({reason}): repair or remove it, "

@@ -4,10 +4,10 @@ No file is copied; the corpus refers to the files by path.
 """
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import JsonlSource, ParquetSource, PrefixSource, WarcSource
@@ -23,6 +23,8 @@ from megacore.corpus.formats import (
 )
 from megacore.errors import DamagedFileError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
+
+Value = TypeVar("Value")
 
 _BATCH_ROWS = 1024
 _VALUE_BYTES = 16
@@ -90,13 +92,30 @@ def list_files(source: JsonlSource | ParquetSource | WarcSource) -> list[SourceF
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the path, or the sorted matches of a glob. Raises DataFormatError without matches."""
+    """Return the path, or the sorted matches of a glob. Raises DataFormatError without matches.
+
+    What a glob also finds through links to directories is returned once.
+    """
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     if not paths:
         raise DataFormatError(f"data.source.files: no file matches {pattern!r}: check the glob")
-    return paths
+    return without_links(zip(paths, paths, strict=True))
+
+
+def without_links(paths: Iterable[tuple[Path, Value]]) -> list[Value]:
+    """Return the values whose paths are those of the first one without links to directories.
+
+    A link to a file is a file of its own: the hub's cache consists of them.
+    """
+    parents: dict[Path, Path] = {}
+    found: dict[Path, Value] = {}
+    for path, value in paths:
+        if path.parent not in parents:
+            parents[path.parent] = path.parent.resolve()
+        found.setdefault(parents[path.parent] / path.name, value)
+    return list(found.values())
 
 
 def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:

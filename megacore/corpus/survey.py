@@ -98,10 +98,21 @@ def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
 
 
 def _kind(path: Path, named: bool) -> Kind:
-    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    if named and path.suffix == ".json" and _is_object(path):
+    suffix = path.suffix.lower()
+    name = path.with_suffix("") if suffix in _COMPRESSED else path
+    if suffix == ".json" and (_is_object(path) if named else _has_lines(path)):
         return "jsonl"
-    return _SUFFIXES.get(name.suffix, "text")
+    return _SUFFIXES.get(name.suffix.lower(), "text")
+
+
+def _has_lines(path: Path) -> bool:
+    """Return True if the first two lines of a file are complete JSON objects."""
+    with path.open("rb") as file:
+        lines = [file.readline(_SAMPLE_BYTES) for _ in range(2)]
+    try:
+        return all(isinstance(orjson.loads(line), dict) for line in lines)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _is_object(path: Path) -> bool:
@@ -128,7 +139,7 @@ def _text(paths: Sequence[Path], candidates: Sequence[tuple[Path, Kind, bool]]) 
         problem = text_files.text_problem(path)
         if problem is None:
             texts.append(path)
-        elif named and path.suffix in _COMPRESSED:
+        elif named and path.suffix.lower() in _COMPRESSED:
             raise ConfigError(f"{path} is compressed text: unpack it first")
         elif named:
             raise ConfigError(f"{path} {problem}: name files of UTF-8 text, JSON Lines or parquet")
@@ -203,7 +214,7 @@ def _rows(
 def _patterns(root: Path, files: Sequence[Path]) -> list[str]:
     """Return globs for files below a directory, one for each ending."""
     endings = {
-        "".join(path.suffixes[-2:] if path.suffix in _COMPRESSED else path.suffixes[-1:])
+        "".join(path.suffixes[-2:] if path.suffix.lower() in _COMPRESSED else path.suffixes[-1:])
         for path in files
         if path.is_relative_to(root)
     }

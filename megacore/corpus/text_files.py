@@ -13,7 +13,7 @@ from megacore.config.data import TextSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.formats import DOCUMENT_BYTES, RAISE, open_file, too_large, unreadable
-from megacore.corpus.local_files import expand
+from megacore.corpus.local_files import expand, without_links
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
 
@@ -35,11 +35,14 @@ def list_text_files(source: TextSource) -> list[TextFile]:
     """Return all candidate files in order. Raises DataFormatError for one that is missing."""
     files: list[TextFile] = []
     for pattern in source.files:
+        found: list[TextFile] = []
         for path in expand(pattern):
             if path.is_dir():
-                files += [TextFile(path / name, name, False) for name in list_files(path, None)]
+                found += [TextFile(path / name, name, False) for name in list_files(path, None)]
             else:
-                files.append(TextFile(path, path.name, True))
+                found.append(TextFile(path, path.name, True))
+        # `notes/**` matches a directory and the files below it
+        files += without_links((file.path, file) for file in found)
     return files
 
 
@@ -142,11 +145,11 @@ def documents(path: Path, characters: int | None) -> Iterator[str]:
 def _cut(text: str, start: int, characters: int) -> int:
     """Return the end of the part of a text that begins at `start`."""
     middle, end = start + characters // 2, start + characters
-    for separator in ("\n\n", "\n"):
-        place = text.rfind(separator, middle, end)
-        if place >= 0:
-            return place + len(separator)
-    return end
+    for separators in (("\n\n", "\n\r\n"), ("\n",)):
+        cut = max(text.rfind(each, middle, end) + len(each) for each in separators)
+        if cut > middle:
+            return cut
+    return end - (text[end - 1 : end + 1] == "\r\n")
 
 
 def _pieces(path: Path) -> Iterator[str]:

@@ -161,8 +161,10 @@ class Gatherer {
         place.offset = starts_[2 * place.sample + 1];
         place.last = starts_[2 * place.sample + 2];
         place.end = best_fit_ ? 0 : starts_[2 * place.sample + 3];
-        if (place.first < 0 || place.offset < 0 || place.last < 0 || place.end < 0 ||
-            place.end > count_)
+        // The last sample may end in an empty document, at -extra.
+        const bool is_short = short_last_ && place.sample + 1 == order_.size();
+        if (place.first < 0 || place.offset < 0 || place.last < 0 ||
+            place.end < (is_short ? -extra_ : 0) || place.end > count_)
             return false;
         place.end += whole_documents_ && place.end == 0 ? 0 : extra_;
         if (place.end == 0) {

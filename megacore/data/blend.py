@@ -95,7 +95,13 @@ def divide(
     sizes, size = member_sizes(weights, requested, style)
     steps = mixture.steps_before(size) if name == "train" else ()
     if not steps:
-        return Division(tuple(sizes), weights, size)
+        # The shares are rounded up, so the blend is larger than requested, and may draw more of a
+        # member than it is asked for.
+        most = [math.floor(size * share) + 1 for share in weights]
+        if all(count <= asked for count, asked in zip(most, sizes, strict=True)):
+            return Division(tuple(sizes), weights, size)
+        drawn_of = np.bincount(build_blend(weights, size)[0], minlength=len(weights))
+        return Division(tuple(sizes), weights, size, least=tuple(drawn_of.tolist()))
     drawn = targets(phases(weights, steps, size))
     # A member gives at most one sample more than its share in each phase.
     least = tuple(math.ceil(share) + len(steps) + 2 for share in drawn)

@@ -148,6 +148,19 @@ def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
     assert "The text is in 'body', not in id, score." in Path("a.yaml").read_text()
 
 
+@pytest.mark.parametrize("name", ["A.JSONL", "c4.00000.json"])
+def test_json_lines_are_recognized_by_any_usual_name(here: Path, name: str) -> None:
+    (here / "data").mkdir()
+    rows = [{"text": prose(1_000, number)} for number in range(20)]
+    (here / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("data").exit_code == 0
+    source = written("data").data.source
+    assert source is not None
+    assert source.kind == "jsonl"
+    (here / "out").mkdir()
+    assert collect(source, here / "out")["documents"] == 20
+
+
 def test_parquet_takes_its_text_column(here: Path) -> None:
     texts = [prose(1_000, number) for number in range(100)]
     (here / "data").mkdir()

@@ -550,6 +550,13 @@ def test_bad_lines_stop_the_stage_or_are_counted(tmp_path: Path) -> None:
     assert report["skipped_lines"] == 1
 
 
+def test_a_field_with_half_a_surrogate_pair_is_kept_between_phases(tmp_path: Path) -> None:
+    rows = [{"text": text, "url": "http://a.org/1", "title": "\ud83d"} for text in ("a", "b", "a")]
+    url = {"step": "url", "use_integrated_lists": False}
+    kept, report = run(tmp_path, write(tmp_path / "in.jsonl", rows), url, {"step": "exact_dedup"})
+    assert kept == [("a", 1), ("b", 2)]
+
+
 def test_rows_of_parquet_files_have_their_fields_and_numbers(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet

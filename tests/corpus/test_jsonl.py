@@ -11,7 +11,7 @@ from megacore.config.data import JsonlSource
 from megacore.corpus.blocks import iterate_texts, read_blocks
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import read_sources
-from megacore.corpus.local_files import count_documents
+from megacore.corpus.local_files import count_documents, list_files
 from megacore.corpus.segments import jsonl_segments, segments
 from megacore.errors import DataFormatError
 from tests.corpus._files import write_form
@@ -42,6 +42,17 @@ def test_files_are_referenced_in_the_configured_order(files: Path, tmp_path: Pat
     }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
     assert list(iterate_texts(tmp_path / "out")) == ["one", "two\n", "three"]
+
+
+def test_a_glob_reads_what_lies_below_linked_directories_once(tmp_path: Path) -> None:
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024/a.jsonl").write_text('{"text": "one"}\n')
+    os.symlink("a.jsonl", tmp_path / "2024/b.jsonl")
+    os.symlink("2024", tmp_path / "latest")
+    os.symlink(".", tmp_path / "loop")
+    source = JsonlSource(kind="jsonl", files=(f"{tmp_path}/**/*.jsonl",))
+    paths = [Path(file.path).relative_to(tmp_path) for file in list_files(source)]
+    assert [str(path) for path in paths] == ["2024/a.jsonl", "2024/b.jsonl"]
 
 
 def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:

@@ -37,6 +37,19 @@ def test_a_file_is_cut_at_paragraphs_and_keeps_its_lines(tmp_path: Path) -> None
         assert lines[int(line) - 1] == part.splitlines()[0]
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_blank_line_is_found_with_either_line_end(tmp_path: Path, newline: str) -> None:
+    path, text = tmp_path / "a.txt", "one\ntwo three four\n\nfive six\nseven eight nine ten"
+    path.write_bytes(text.replace("\n", newline).encode())
+    assert [part.split()[0] for part in documents(path, 36)] == ["one", "five"]
+
+
+def test_a_line_end_of_two_characters_is_not_divided(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * 15 + b"\r\n" + b"b" * 5)
+    assert list(documents(path, 16)) == ["a" * 15, "\r\nbbbbb"]
+
+
 @pytest.mark.parametrize("text", ["x" * 1001, "word " * 300, "line\n" * 200, "ü" * 99 + "\n\n" * 9])
 @pytest.mark.parametrize("characters", [16, 100, 5000])
 def test_parts_are_the_whole_text(tmp_path: Path, text: str, characters: int) -> None:
@@ -64,6 +77,18 @@ def test_parts_do_not_depend_on_how_much_is_read(
     expected = list(documents(tmp_path / "a.txt", 120))
     monkeypatch.setattr("megacore.corpus.text_files._READ_BYTES", 7)
     assert list(documents(tmp_path / "a.txt", 120)) == expected
+
+
+@pytest.mark.parametrize("pattern", ["**", "**/*", "*"])
+def test_a_glob_that_matches_a_directory_and_its_files_reads_them_once(
+    tmp_path: Path, pattern: str
+) -> None:
+    (tmp_path / "in/sub").mkdir(parents=True)
+    (tmp_path / "in/a.txt").write_text("a")
+    (tmp_path / "in/sub/b.txt").write_text("b")
+    os.symlink("sub", tmp_path / "in/latest")
+    counts, _ = collected(source_of(tmp_path / "in" / pattern), tmp_path / "out")
+    assert counts["documents"] == 2
 
 
 def test_a_directory_gives_its_text_and_counts_the_rest(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megacore.data.index_options import (
 from megacore.data.index_plans import plan_epochs
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data import _index_helpers_reference as reference
 from tests.data._files import write_tokens
 
@@ -208,6 +209,20 @@ def test_validation_keeps_its_partial_sample_on_request(tmp_path: Path) -> None:
     assert sorted(order) == list(range(32))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_partial_sample_may_end_in_an_empty_sequence(tmp_path: Path, seed: int) -> None:
+    lengths = np.array([5, 7, 0, 9, 0, 6, 3, 0])
+    prefix = tmp_path / "tokens"
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_batch(np.arange(30, dtype=np.uint16), lengths, np.ones(8, np.int64))
+    options = IndexOptions(split=None, seq_length=4, seed=seed, drop_last_partial=False)
+    mixture = Mixture.per_split((), (Member(str(prefix)),), ())
+    build_index_maps(mixture, tmp_path, options, (0, None, 0))
+    samples = GPTDataset(prefix, tmp_path / "member-00", "valid", 4, keeps_partial=True)
+    read = np.concatenate([samples[index] for index in range(len(samples))])
+    assert set(read.tolist()) >= set(range(30))
+
+
 def test_samples_do_not_overlap_without_an_extra_token(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     options = IndexOptions(split="8,1,1", seq_length=10, seed=1, add_extra_token=False)
@@ -331,6 +346,22 @@ def test_a_blend_without_weights_uses_every_sample_at_most_once(tmp_path: Path) 
         match=r"129 samples are requested from the train split, but .* has 128: give them",
     ):
         build_index_maps(mixture, tmp_path, options, (129, 0, 0))
+
+
+@pytest.mark.parametrize("samples", [8, 16, 32, 40])
+def test_a_blend_of_many_data_sets_gives_a_few_samples(tmp_path: Path, samples: int) -> None:
+    members = []
+    for number in range(31):
+        prefix = str(tmp_path / f"{number}")
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for _ in range(3):
+                writer.add_document(np.ones(33, np.uint16))
+        members.append(Member(prefix, 1.0 if number else 31.0))
+    options = IndexOptions(split=None, seq_length=8, seed=1)
+    (tmp_path / "maps").mkdir()
+    mixture = Mixture.per_split((), members, ())
+    counts = build_index_maps(mixture, tmp_path / "maps", options, (0, samples, 0))["valid"]
+    assert counts["samples"] >= samples
 
 
 def test_splits_with_separate_data_sets_have_separate_maps(tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ def test_other_error_of_a_start_is_raised(
 
 
 def test_end_of_the_newest_process_breaks_the_pool_while_others_work() -> None:
-    with pytest.raises(BrokenProcessPool), WorkerPool(2) as pool:
+    pool = WorkerPool(2)
+    try:
         pool.submit(time.sleep, 600)
         time.sleep(0.2)  # until the pool waits for the first process
-        pool.submit(os._exit, 1).result(60)
+        newest = pool.submit(os._exit, 1)
+        with pytest.raises(BrokenProcessPool):
+            newest.result(60)
+    finally:
+        pool.kill()
