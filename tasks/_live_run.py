@@ -70,9 +70,18 @@ class LiveRun:
         self._forwarder = forwarder
         self._metrics = SystemMetrics(tracking.uri) if system_metrics else None
         self._linked = False
+        self._warned = False
 
     def poll(self) -> None:
         """Send the events since the last call; begin to measure when the run exists."""
+        try:
+            self._poll()
+        except RuntimeError as error:  # no thread can start now: the next poll tries again
+            if not self._warned:
+                get_run_logger().warning("MLflow gets no events now: %s", error)
+            self._warned = True
+
+    def _poll(self) -> None:
         self._forwarder.poll()
         if self._wandb is not None:
             self._wandb.poll()
@@ -82,10 +91,10 @@ class LiveRun:
         if self._metrics is not None:
             self._metrics.poll(run_id)
         if not self._linked:
-            self._linked = True
             # A thread with the context of the task run, to which the link belongs.
             arguments = (_link, self._tracking, run_id)
             threading.Thread(target=copy_context().run, args=arguments, daemon=True).start()
+            self._linked = True
 
     def __enter__(self) -> Self:
         """Return the run."""

@@ -327,7 +327,7 @@ class Forwarder:
     def _behind(self) -> bool:
         try:
             return self._events.stat().st_size > self._offset
-        except FileNotFoundError:
+        except OSError:  # it does not exist yet, or the file server fails
             return False
 
     def _start(self) -> None:
@@ -347,6 +347,9 @@ class Forwarder:
             self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**doublings, _LONGEST_BACKOFF)
             self._failures += 1
         except Exception as error:  # a thread has no caller: flush raises it
+            _log.warning(
+                "MLflow gets no more of the run's events: %s: %s", type(error).__name__, error
+            )
             self._error = _FatalError(error)
         else:
             self._error = None
@@ -451,6 +454,7 @@ class Forwarder:
         for key in {point.key for point in points} - self._history.keys():
             history = self._tracking.client.get_metric_history(self._run_id, key)
             self._history[key] = {metric.step for metric in history}
+            self._progress = time.monotonic()  # a long history takes minutes
         return [point for point in points if point.step not in self._history[point.key]]
 
     def _record_checkpoint(self, event: Mapping[str, Any]) -> None:

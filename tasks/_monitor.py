@@ -3,9 +3,12 @@
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +29,8 @@ _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
 """Start of a wide log line, which follows the host's name when there are several hosts."""
 ARTIFACT_INTERVAL = 5.0
 """Seconds between updates of the progress artifact."""
+_LONGEST_STOP = 5.0
+"""Seconds that an ending attempt waits until Prefect has stored the last progress."""
 
 
 class LogTail:
@@ -72,6 +77,49 @@ def _is_not_interval_line(record: logging.LogRecord) -> bool:
     return _WIDE.match(record.getMessage()) is None
 
 
+class _Sender:
+    """Thread that stores in Prefect what a training shows.
+
+    A server that does not answer must not hold up the supervision.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, name: str, call: Callable[[], None]) -> None:
+        """Add a call, in place of an earlier one of this name that has not begun."""
+        self._calls[name] = call
+
+    def start(self) -> None:
+        """Begin the calls, unless earlier ones still run."""
+        if not self._calls or (self._thread is not None and self._thread.is_alive()):
+            return
+        calls = list(self._calls.values())
+
+        def call_all() -> None:
+            for call in calls:
+                call()
+
+        # with the context of the task run, to which the artifacts belong
+        arguments = (call_all,)
+        thread = threading.Thread(target=copy_context().run, args=arguments, daemon=True)
+        with suppress(RuntimeError):  # no thread can start now: the next poll tries again
+            thread.start()
+            self._thread, self._calls = thread, {}
+
+    def finish(self, seconds: float) -> None:
+        """Wait for all calls, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        self._join(deadline)
+        self.start()
+        self._join(deadline)
+
+    def _join(self, deadline: float) -> None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class TrainingMonitor:
     """Monitor of one training: log lines, a terminal bar, a progress artifact and MLflow."""
 
@@ -104,6 +152,7 @@ class TrainingMonitor:
         self._ppl = ""
         self._artifact: Any = None
         self._updated = 0.0
+        self._sender = _Sender()
         self._warned = False
         self._first: tuple[float, int] | None = None
         self._handler = console_handler() if sys.stderr.isatty() else None
@@ -131,6 +180,7 @@ class TrainingMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._sender.finish(_LONGEST_STOP)
         with suppress(OSError):  # the terminal was closed: this must not fail the training
             self._bar.stop()
         self._bar.console.pop_theme()
@@ -160,10 +210,12 @@ class TrainingMonitor:
             for event, offset in EventReader(self.events, self._offset):
                 self._offset = offset
                 self._show(event)
+        self._sender.start()
 
     def _show(self, event: dict[str, Any]) -> None:
         if event["kind"] == "perplexity":
-            self._perplexities.measured(event)
+            name = f"perplexity {event['iteration']}"
+            self._sender.add(name, partial(self._perplexities.measured, event))
             self._ppl = f", valid_ppl {event['valid_ppl']:.2f}" if event["valid_ppl"] else ""
         if event["kind"] != "step":
             return
@@ -185,7 +237,10 @@ class TrainingMonitor:
         if now - self._updated < ARTIFACT_INTERVAL and iteration < total:
             return
         self._updated = now
-        self._update_artifact(iteration, total, progress)
+        shown = f"iteration {iteration} of {total}, {progress}"
+        self._sender.add(
+            "progress", partial(self._update_artifact, 100.0 * iteration / total, shown)
+        )
 
     def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)
@@ -194,11 +249,9 @@ class TrainingMonitor:
         seconds = (now - started) / (iteration - first) * (total - iteration)
         return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
-    def _update_artifact(self, iteration: int, total: int, rest: str) -> None:
-        percent = 100.0 * iteration / total
-        description = f"iteration {iteration} of {total}, {rest}"
+    def _update_artifact(self, percent: float, description: str) -> None:
         try:
-            # Prefect's retries would hold up the supervision for a minute.
+            # the next update is the retry
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 if self._artifact is None:
                     self._artifact = create_progress_artifact(

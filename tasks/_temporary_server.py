@@ -65,7 +65,9 @@ _PORT_IN_USE = 3
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTARTS = 3
-"""Number of times that a killed temporary server is started again."""
+"""Number of times in a row that a killed temporary server is started again."""
+_STEADY = 60.0
+"""Seconds after which a server's end has another cause than that of the server before it."""
 FLUSH = 10.0
 """Seconds that an ending flow waits until a server has its last logs and events."""
 RECORDS_BYTES = 16 << 20
@@ -450,12 +452,22 @@ def _set_password() -> None:
 
 def _keep(server: Any) -> None:
     """Start the server again when it has ended, at the same address, until the flow ends."""
-    for _ in range(RESTARTS):
+    restarts = 0
+    while True:
+        began = time.monotonic()
         while server.server_process is not None and server.server_process.poll() is None:
             if _ending.wait(0.5):
                 return
         with _restarting:
             if _ending.is_set() or server.server_process is None:
+                return
+            restarts = 1 if time.monotonic() - began > _STEADY else restarts + 1
+            if restarts > RESTARTS:
+                logging.getLogger("prefect").warning(
+                    "the temporary server was ended %d times in a row and is not started again: "
+                    "Prefect records no more of this run",
+                    restarts,
+                )
                 return
             _server_output.problem = None  # there may be space again
             logging.getLogger("prefect").warning(

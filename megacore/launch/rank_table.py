@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.errors import FileAccessError
 from megacore.launch.guard import catches
 from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
@@ -259,7 +260,7 @@ def write_report(directory: Path, report: LauncherReport) -> None:
 
 def read_report(directory: Path) -> LauncherReport | None:
     """Return the agents' report; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FileAccessError):
         fields = read_json(directory / REPORT)
         trouble = Trouble(**{name: tuple(ranks) for name, ranks in fields["trouble"].items()})
         return LauncherReport(

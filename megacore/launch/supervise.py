@@ -43,6 +43,8 @@ from megacore.launch.watch import (
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOST_CODE = 255
+"""Exit code of a guard that something else has reaped."""
 _POLL_STEP = 0.05
 """Longest delay in seconds with which the guard's end is noticed."""
 _REPORTED_END = 15.0
@@ -208,6 +210,9 @@ class _Signals:
     def __enter__(self) -> "_Signals":
         if not self._main:
             return self
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            # Inherited, and with it the kernel would drop the exit codes of all processes.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self._before is not None:  # a handler that C code installed could not be restored
             signal.signal(signal.SIGUSR1, self._take)
         self._ends = os.pipe()
@@ -371,8 +376,8 @@ def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:
     while guard.returncode is None:
         try:
             pid, status = os.waitpid(guard.pid, os.WNOHANG)
-        except ChildProcessError:  # the code is lost, as an exception came before it was stored
-            pid, status = guard.pid, 0
+        except ChildProcessError:  # the code is lost, which must not look like success
+            pid, status = guard.pid, _LOST_CODE << 8
         if pid:
             guard.returncode = os.waitstatus_to_exitcode(status)
         elif (left := deadline - time.monotonic()) > 0:

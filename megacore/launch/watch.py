@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
+from megacore.errors import FileAccessError
 from megacore.hardware import Hardware
 from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
 
@@ -120,7 +121,7 @@ class RankWatch:
     def _note(self, beats: list[Beat], now: float) -> None:
         for beat in beats:
             progress = (beat.pid, beat.changes)
-            if self._since.get(beat.rank, (None, 0.0))[0] != progress:
+            if beat.phase == ENDED or self._since.get(beat.rank, (None, 0.0))[0] != progress:
                 self._since[beat.rank] = (progress, now)
             if beat.phase != ENDED and self._near(beat) and not beat.alive:
                 self._gone.setdefault(beat.rank, now)
@@ -128,10 +129,18 @@ class RankWatch:
                 self._gone.pop(beat.rank, None)
 
     def _absent(self, beats: list[Beat], now: float) -> set[int]:
-        """Return the ranks that have no heartbeat although their start is overdue."""
-        if self._stall_limit is None or now - self._began <= self._stall_limit + START_DELAY:
+        """Return the ranks whose start is overdue, or that were unreadable for as long.
+
+        A file that cannot be read for a moment does not mean that the rank stands still.
+        """
+        if self._stall_limit is None:
             return set()
-        return set(self._ranks) - {beat.rank for beat in beats}
+        limit = self._stall_limit + START_DELAY
+        return {
+            rank
+            for rank in set(self._ranks) - {beat.rank for beat in beats}
+            if now - self._since.get(rank, (None, self._began))[1] > limit
+        }
 
     def _stalls(self, beat: Beat, now: float) -> bool:
         if self._stall_limit is None or beat.phase == ENDED:
@@ -285,8 +294,11 @@ def write_launcher_state(exit_directory: Path, state: State, detail: str) -> Non
 
 
 def read_launcher_state(exit_directory: Path) -> LauncherState | None:
-    """Return the state; None if no scheduler has reported one or the file is torn."""
-    record = read_record(launcher_state_path(exit_directory), LauncherState)
+    """Return the state; None if no scheduler has reported one or it cannot be read now."""
+    try:
+        record = read_record(launcher_state_path(exit_directory), LauncherState)
+    except FileAccessError:  # the next poll reads it
+        return None
     return record if record is not None and record.state in get_args(State) else None
 
 

@@ -171,8 +171,12 @@ def read_heartbeat(path: Path) -> Beat | None:
 
 
 def read_heartbeats(directory: Path) -> list[Beat]:
-    """Return the heartbeats in a directory, sorted by rank."""
-    beats = [read_heartbeat(path) for path in directory.glob("rank_*.beat")]
+    """Return the heartbeats in a directory that can be read now, sorted by rank."""
+    try:
+        paths = list(directory.glob("rank_*.beat"))
+    except OSError:  # Python 3.11 raises the errors of a directory
+        return []
+    beats = [read_heartbeat(path) for path in paths]
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 

@@ -553,7 +553,7 @@ def test_bad_lines_stop_the_stage_or_are_counted(tmp_path: Path) -> None:
 def test_a_field_with_half_a_surrogate_pair_is_kept_between_phases(tmp_path: Path) -> None:
     rows = [{"text": text, "url": "http://a.org/1", "title": "\ud83d"} for text in ("a", "b", "a")]
     url = {"step": "url", "use_integrated_lists": False}
-    kept, report = run(tmp_path, write(tmp_path / "in.jsonl", rows), url, {"step": "exact_dedup"})
+    kept, _ = run(tmp_path, write(tmp_path / "in.jsonl", rows), url, {"step": "exact_dedup"})
     assert kept == [("a", 1), ("b", 2)]
 
 

@@ -665,3 +665,13 @@ def test_sigkill_of_guard_and_flow_together_ends_ranks_that_die_with_their_paren
     os.kill(guard, signal.SIGKILL)
     none_alive(pids, LIMIT)
     driver.communicate(timeout=10)
+
+
+def test_killed_rank_is_no_success_if_sigchld_is_ignored(tmp_path: Path) -> None:
+    """The kernel then drops the exit codes of all processes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(RankLostError, match="SIGKILL"):
+            run(tmp_path, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -20,6 +20,7 @@ from megacore.errors import (
     MemoryExhaustedError,
     RankLostError,
     RankStalledError,
+    TransientFileError,
 )
 from megacore.launch import watch
 from megacore.launch.exit_reason import write_reason
@@ -351,4 +352,31 @@ def test_launcher_state_round_trips_until_it_is_forgotten(tmp_path: Path) -> Non
 )
 def test_torn_launcher_state_is_ignored(text: str, tmp_path: Path) -> None:
     launcher_state_path(tmp_path).write_text(text)
+    assert read_launcher_state(tmp_path) is None
+
+
+def test_heartbeat_that_cannot_be_read_for_a_moment_is_no_stall(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, ranks=1, clock=clock)
+    path, aside = beat_path(tmp_path, 0), tmp_path / "aside"
+    heartbeat = Heartbeat(path)
+    for _ in range(int(START_DELAY) + 60):
+        heartbeat.beat("forward")
+        assert first_trouble(watched, clock, 1) is None
+    path.rename(aside)
+    assert first_trouble(watched, clock, 5) is None
+    aside.rename(path)
+    heartbeat.beat("forward")
+    assert first_trouble(watched, clock, 1) is None
+    path.rename(aside)
+    assert first_trouble(watched, clock, START_DELAY + 20) == Trouble(stalled=(0,))
+
+
+def test_failing_read_of_the_launcher_state_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, kind: type) -> None:
+        raise TransientFileError(f"cannot read {path}")
+
+    monkeypatch.setattr(watch, "read_record", fail)
     assert read_launcher_state(tmp_path) is None

@@ -1,5 +1,6 @@
 """Delivery of events to MLflow: each metric and step exactly once."""
 
+import errno
 import json
 import shutil
 import threading
@@ -536,3 +537,42 @@ def test_damaged_answers_event_is_refused(log: EventLog) -> None:
     log.write("answers", 12)
     with pytest.raises(DataFormatError, match="it lacks file"):
         next_batch(log.path, 0, set())
+
+
+def test_long_history_of_a_store_that_answers_is_no_outage(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow import MlflowClient
+
+    log.step(10)
+    make_forwarder().flush()
+    log.step(20)  # of a flow that was killed before it sent this
+    of_mlflow = MlflowClient.get_metric_history
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return of_mlflow(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", slow)
+        run_id = make_forwarder().flush(timeout=1.5)
+    check(tracking, run_id, [10, 20])
+
+
+def test_poll_never_raises(
+    log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    forwarder.flush()
+    forwarder._due = 0.0
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fail)
+        forwarder.poll()

@@ -1,10 +1,13 @@
 """Log lines, summaries and progress that a task shows of its processes."""
 
 import errno
+import json
 import logging
 import os
 import pty
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -166,3 +169,26 @@ def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(
         monitor.poll()
     assert (shown["key"], shown["progress"]) == ("fine-tuning", 25.0)
     assert shown["description"] == "iteration 4 of 16, loss 0.500, unknown left"
+
+
+def test_a_server_that_does_not_answer_holds_up_no_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervision of the ranks waits for the poll."""
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "ARTIFACT_INTERVAL", 0.0)
+    monkeypatch.setattr(_monitor, "_LONGEST_STOP", 0.2)
+    frozen = threading.Event()
+    monkeypatch.setattr(_monitor, "create_progress_artifact", lambda **values: frozen.wait(60))
+    monkeypatch.setattr(_monitor.PerplexityTable, "measured", lambda *_: frozen.wait(60))
+    events = tmp_path / "events.jsonl"
+    started = time.monotonic()
+    with _monitor.TrainingMonitor(tmp_path / "log", events, 20, lambda: None) as monitor:
+        for iteration in range(1, 6):
+            with events.open("a") as file:
+                for kind in ("perplexity", "step"):
+                    event = {"kind": kind, "time": 1.0, "iteration": iteration, "valid_ppl": 2.0}
+                    file.write(json.dumps(event) + "\n")
+            monitor.poll()
+    assert time.monotonic() - started < 10
+    frozen.set()

@@ -1,6 +1,7 @@
 """Start, restart and end of the temporary Prefect server, and the end of the flow's process."""
 
 import json
+import logging
 import os
 import pty
 import signal
@@ -336,3 +337,27 @@ def test_problem_of_the_database_is_forgotten_and_hides_no_other_error(
     now += 10
     assert database_problem() is None, "there may be space again"
     assert shown(FULL).startswith("warning: ")
+
+
+def test_server_that_is_killed_now_and_then_is_always_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = SimpleNamespace(poll=lambda: 1)
+    started: list[SimpleNamespace] = []
+
+    class Server:
+        server_process: SimpleNamespace | None = ended
+
+        def _run_uvicorn_command(self) -> SimpleNamespace | None:
+            started.append(ended)
+            return ended if len(started) < 10 else None
+
+    monkeypatch.setattr(_temporary_server, "_STEADY", -1.0)  # each has run for long
+    _temporary_server._keep(Server())
+    assert len(started) == 10
+    started.clear()
+    monkeypatch.setattr(_temporary_server, "_STEADY", 60.0)
+    with caplog.at_level(logging.WARNING, "prefect"):
+        _temporary_server._keep(Server())
+    assert len(started) == _temporary_server.RESTARTS
+    assert "not started again" in caplog.text

@@ -149,6 +149,7 @@ class KubernetesJob:
             return None
         if not jobset:
             return self._deleted()
+        self._gone_since = None  # kubectl's NotFound was of a server that had just started
         listed = self._get("pods", f"--selector={_LABEL}={self._name}")
         if listed is None:
             return None

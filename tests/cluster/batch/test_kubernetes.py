@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prefect.server.schemas.actions import WorkPoolCreate
 
+from megacore.cluster.batch import kubernetes
 from megacore.cluster.batch.kubernetes import KubernetesJob, waits_for
 from megacore.cluster.batch.node import kubernetes_node
 from megacore.cluster.batch.scheduler import End, Look
@@ -304,6 +305,31 @@ def test_missing_image_ends_the_attempt(
     assert f"cannot get the image megacore:1 ({reason}: Back-off pulling image)" in str(
         look.end.error
     )
+
+
+def test_single_wrong_notfound_does_not_count_hours_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has just started does not know JobSet yet."""
+    job, clock = KubernetesJob(spec(launch(), tmp_path)), [0.0]
+    pod = {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}}
+    known = [False]
+
+    def get(kind: str, which: str) -> dict[str, Any]:
+        jobset = {"spec": {}} if known[0] else {}
+        return {"items": [pod]} if kind == "pods" else jobset
+
+    monkeypatch.setattr(job, "_get", get)
+    monkeypatch.setattr(job, "_follow_logs", lambda pods: None)
+    monkeypatch.setattr(kubernetes.time, "monotonic", lambda: clock[0])
+    for moment in (0.0, 7200.0):
+        clock[0], known[0] = moment, False
+        assert job.look() == Look("running", "deleted; 1 of its pods have not ended yet")
+        known[0] = True
+        look = job.look()
+        assert look is not None
+        assert look.end is None
+    assert job._gone_since is None
 
 
 def test_waits_for_describes_a_pending_pod() -> None:
