@@ -1,5 +1,6 @@
 """Configuration of a pretraining run, with the checks across its sections."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -100,12 +101,12 @@ class RunConfig(Section):
     @property
     def eval_rounds(self) -> int:
         """Number of validations of the run, including the last."""
-        return self.train.train_iters // self.train.eval_interval + 1
+        return math.ceil(self.train.train_iters / self.train.eval_interval)
 
     @property
     def checkpoint_rounds(self) -> int:
         """Number of checkpoints of the run at most, including the last."""
-        return self.train.train_iters // self.checkpoint.save_interval + 1
+        return math.ceil(self.train.train_iters / self.checkpoint.save_interval)
 
     @property
     def registered_model(self) -> str:

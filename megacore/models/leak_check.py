@@ -112,6 +112,9 @@ def _run(
     attention: SelfAttention, inputs: list[Tensor], shared: Shared, upstream: Tensor
 ) -> list[Tensor]:
     """Return the output [b, n, s/cp, d] and the gradients of queries, keys and values."""
+    if attention.training and attention.attention_dropout:
+        # As the layer does: a compiled graph does not seed the dropout that it draws.
+        attention.seed(0)
     leaves = [part.detach().requires_grad_() for part in inputs]
     output = attention.attend(leaves[0], leaves[1], leaves[2], 0, shared)
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]

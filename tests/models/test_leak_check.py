@@ -148,6 +148,15 @@ def test_compiled_layers_leak_nothing(name: str) -> None:
     assert compiler.failed is None
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_cache")
+def test_the_check_passes_for_compiled_layers_with_attention_dropout() -> None:
+    """A compiled graph does not seed the dropout that it draws, which the layer does before it."""
+    module = _families.model(_families.spec("llama", attention_dropout=0.1)).float()
+    Compiler(CPU).compile_layers([module])
+    assert "checked on 300 tokens" in check_documents([module], 300, CPU)
+
+
 @pytest.fixture(params=[("spans", 1), ("bias", 1), ("spans", 2), ("bias", 2)], ids=str)
 def leaking(request: pytest.FixtureRequest) -> Model:
     """A model whose kernel lets tokens see the previous document's last token."""

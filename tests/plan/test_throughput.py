@@ -43,6 +43,13 @@ def test_validations_count_as_forward_passes() -> None:
     assert difference == pytest.approx(forward_passes * per_iteration / 3)
 
 
+@pytest.mark.parametrize(("iterations", "rounds"), [(100, 2), (101, 3), (49, 1)])
+def test_the_last_iteration_is_evaluated_and_saved_once(iterations: int, rounds: int) -> None:
+    names = ("train.eval_interval", "checkpoint.save_interval")
+    config = load_config("gpt2-tiny", dict.fromkeys(names, 50) | {"train.train_iters": iterations})
+    assert (config.eval_rounds, config.checkpoint_rounds) == (rounds, rounds)
+
+
 def tiny(**overrides: object) -> RunConfig:
     return load_config(
         "gpt2-tiny", {key.replace("__", "."): value for key, value in overrides.items()}

@@ -190,3 +190,28 @@ def test_resumed_run_may_change_stage_ranks_and_engine(
         _runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)
     ]
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)
+
+
+def evaluate_unevenly(data: Path, root: Path) -> None:
+    """Train with weights that are gathered for each layer, and evaluate 3 micro batches on 2 ranks.
+
+    Models of more than `stage3_max_live_parameters` are gathered so by default.
+    """
+    at_once = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    run = until(2, ("deepspeed", DIVIDE_ALL | at_once, {}, "fp32"))
+    run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"max_samples": 6})})
+    _runs.train(run, data, root)
+
+
+def test_ranks_that_have_fewer_micro_batches_to_evaluate_gather_weights_with_the_others(
+    data: Path, tmp_path: Path
+) -> None:
+    run_distributed(2, evaluate_unevenly, data, tmp_path / "divided", timeout=60)
+    run = until(2, NATIVE, ranks=1)
+    run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"max_samples": 6})})
+    _runs.train(run, data, tmp_path / "serial")
+    (divided,), (serial,) = (
+        _runs.events(tmp_path / name, "perplexity") for name in ("divided", "serial")
+    )
+    assert divided["samples"] == serial["samples"] == 6
+    assert divided["valid_loss"] == pytest.approx(serial["valid_loss"], rel=1e-5)

@@ -39,6 +39,7 @@ from megacore.models.base import LossTotals, Model, loss_sums
 from megacore.models.init import initial_weight
 from megacore.models.inputs import InputRules
 from megacore.models.stage import Stage
+from megacore.parallel.collectives import MAX, all_reduce_
 from megacore.parallel.mesh import ProcessMesh
 
 
@@ -309,12 +310,29 @@ class DeepSpeedEngine(DeepSpeedBase):
         fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
         """
         totals = totals or LossTotals(len(self.loss_names), None, self.device)
+        padding = 0
+        if self._zero_stage == 3:
+            # Each pass gathers weights from all replicas, also from those without a further sample.
+            passes = torch.tensor(len(sizes), device=self.device)
+            padding = int(all_reduce_(passes, self._mesh.data_parallel, MAX)) - len(sizes)
         self._engine.eval()
         try:
             # In inference mode ZeRO-3 would gather weights that no later backward pass may use.
             with torch.no_grad():
                 for batch in batches:
                     totals.add(self._engine(batch)[1])
+                for _ in range(padding):
+                    self._engine(self._padding())
         finally:
             self._engine.train()
         return totals.total
+
+    def _padding(self) -> Tensor:
+        """Return ids [1, width] of a micro batch whose losses do not count."""
+        data, family = self._config.data, self._config.family
+        width = {
+            "gpt": data.seq_length + 1,
+            "bert": 3 * data.seq_length + 1,
+            "t5": data.seq_length + data.span_corruption.decoder_seq_length,
+        }[family]
+        return torch.zeros(1, width, dtype=torch.int64, device=self.device)
