@@ -85,8 +85,8 @@ deploy: $(STAMP)  ## Create the work pool and deployments on the team's server o
 stop:  ## Stop what `make server` started
 	@if [ -x $(PY) ]; then $(PY) scripts/servers.py stop; else echo "nothing to stop: there is no $(VENV)"; fi
 
-status: $(STAMP)  ## Report whether the servers run
-	@$(PY) scripts/servers.py status
+status:  ## Report whether the servers run
+	@if [ -x $(PY) ]; then $(PY) scripts/servers.py status; else echo "no servers run: there is no $(VENV)"; exit 1; fi
 
 lint: $(STAMP)  ## Check style and format
 	$(PY) -m ruff check

@@ -21,8 +21,8 @@ _PASSING = (
 """Names of URL parameters that grant access and never identify content."""
 _KEYS = r"[\w.-]*key"
 """Names of URL parameters that may grant access or identify content."""
-_USER = re.compile(r"(?<=://)[^/?#\s'\"]+@")
-"""User and password of a URL, up to the last @ before its path."""
+_USER = re.compile(r"(?<=://)[^/?#\s\"]+@")
+"""User and password of a URL, up to the last @ before its path; a password may have a '."""
 _QUERY = re.compile(rf"(?<=[?&;])({_PASSING}|{_KEYS})=([^&;#\s'\"]+)", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?i:Bearer|Basic))\s+(?=\S*(?:[\d=]|[a-z][A-Z]))[\w.~+/=-]{8,}")
 """Authorization header. A credential is not a plain word: `Basic arithmetic` is ordinary text."""

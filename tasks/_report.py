@@ -181,7 +181,7 @@ def _headline(history: RunHistory, facts: ReportFacts) -> list[tuple[str, str, s
         (
             "Test PPL",
             _ppl(best["test_ppl"] if best else None),
-            f"unigram model {unigram['test']:.1f}" if unigram else "not measured",
+            f"unigram model {unigram['test']:.2f}" if unigram else "not measured",
         ),
         (
             "Validation PPL",

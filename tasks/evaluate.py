@@ -493,7 +493,7 @@ def evaluation_summary(report: dict[str, Any]) -> str:
         for row in sorted(report["checkpoints"], key=lambda row: row["valid_ppl"])
     ]
     unigram = report["unigram"]
-    lines.append(f"| unigram model | {unigram['valid']:.1f} | {unigram['test']:.1f} |")
+    lines.append(f"| unigram model | {unigram['valid']:.2f} | {unigram['test']:.2f} |")
     disagreements = [row["disagreement"] for row in report["checkpoints"] if row["disagreement"]]
     lines += ["", *disagreements] if disagreements else []
     return "\n".join(lines) + "\n"

@@ -292,10 +292,10 @@ def outcome(
     """
     counts = evaluation.counts
     get_run_logger().info(
-        "validation PPL: %.2f (unigram %.1f)", counts["valid_ppl"], counts["unigram_valid_ppl"]
+        "validation PPL: %.2f (unigram %.2f)", counts["valid_ppl"], counts["unigram_valid_ppl"]
     )
     get_run_logger().info(
-        "test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"]
+        "test PPL: %.2f (unigram %.2f)", counts["test_ppl"], counts["unigram_test_ppl"]
     )
     sample = read_sample(export)
     lines = [

@@ -260,10 +260,13 @@ def _plain(value: Any) -> str:
 
 
 def _indented(value: str) -> None:
-    """Print a document's text; non-printable characters could act as terminal commands."""
+    """Print a document's text; non-printable characters could act as terminal commands.
+
+    Windows line ends are shown as line ends.
+    """
     safe = "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for letter in value
+        for letter in value.replace("\r\n", "\n")
     )
     for line in safe.split("\n"):
         _line(f"  | {line}")

@@ -83,6 +83,11 @@ def doctor(
     if file is not None:
         raise ConfigError(f"{file} is given without --calibrate, which writes it: add the option")
 
+    if vocab_size is not None and tokens is None:
+        raise ConfigError(
+            f"--vocab-size is {vocab_size}, and is only for --tokens: give both, or neither"
+        )
+
     from rich.console import Console
 
     from megacore.artifact import Workspace
@@ -102,6 +107,8 @@ def doctor(
         raise ConfigError(
             f"--output is {output}, and its directory does not exist: make it, or name another file"
         )
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output is {output}, which is a directory: give a file")
     examination = examine(Subject.of_launch(launch, place.root, config, data), full=not quick)
     if output is not None:
         write_json(output, examination.as_json())

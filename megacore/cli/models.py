@@ -180,8 +180,11 @@ def _check_score_files(
 def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=model)
+    # A title would be broken at the table's width, and a broken path cannot be copied.
+    Console().print(Text(model), soft_wrap=True)
+    table = Table()
     for column in ("text", "measure", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for text, scored in scores.items():

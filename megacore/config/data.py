@@ -202,7 +202,7 @@ class SplitBlends(Section):
 class _Vocabulary(Section):
     """Options that all tokenizers share."""
 
-    vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
+    vocab_extra_ids: int = keyed(0, omit_default=True, ge=0, le=2**20)
     """Number of sentinels `<extra_id_0>`, `<extra_id_1>`, … added at the end of the vocabulary; T5
     needs them."""
 

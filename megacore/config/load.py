@@ -5,7 +5,7 @@ Validation errors of pydantic are translated into clauses with the key, the valu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -74,6 +74,10 @@ _KERNELS = ("train", "kernels")
 _LAUNCH = ("launch",)
 WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+"""Characters that no path has, or UTF-8 cannot encode; an escape of YAML or JSON can name them.
+
+U+DC80 to U+DCFF stand for the bytes of a path that is not UTF-8."""
 _EXTENDS = "extends"
 """Key of a file for the configurations that it extends."""
 _LONGEST_CHAIN = 32
@@ -287,14 +291,43 @@ def _read_values(
             f"override {shortened(deep or str(overrides))!r} nests more than {MAX_DEPTH} levels "
             "deep: give a key of docs/reference.md"
         )
+    _refuse_replaced(tuple(overrides))
     merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind, {})
     if isinstance(launch := merged.values.get("launch"), dict):
         _drop_inherited_ranks(launch, {"hostfile": overrides.get("launch.hostfile")})
     for key, value in overrides.items():
         _set_dotted(merged.values, key, value)
+    merged = merged._replace(overrides=tuple(overrides))
+    for key, character in _unusable(merged.values):
+        raise ConfigError(
+            f"{merged.origin}: {key} has the character {character!r}, which no path or text of a "
+            f"file can have: remove it{merged.place_of(key)}"
+        )
     merged = merged._replace(values=_with_workspace(merged.values))
     merged.values.setdefault("name", name_of(merged.path))
-    return merged._replace(overrides=tuple(overrides))
+    return merged
+
+
+def _refuse_replaced(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override that a later one of its whole section would undo."""
+    for number, key in enumerate(overrides):
+        whole = next((each for each in overrides[number:] if key.startswith(f"{each}.")), None)
+        if whole is not None:
+            raise ConfigError(
+                f"override {whole} replaces the whole section, with {key}, which is given before "
+                f"it: give {whole} first"
+            )
+
+
+def _unusable(value: Any, location: Location = ()) -> Iterator[tuple[str, str]]:
+    """Yield the key of each text with a character that files cannot hold, and the character."""
+    if isinstance(value, str) and (match := _UNUSABLE.search(value)):
+        yield dotted(location), match[0]
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list | tuple):
+        items = enumerate(value)
+    for name, item in items:
+        yield from _unusable(item, (*location, name))
 
 
 def _with_workspace(value: Any) -> Any:

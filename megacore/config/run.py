@@ -99,6 +99,17 @@ class RunConfig(Section):
         return self.optim.lr_warmup_iters or 0
 
     @property
+    def row_width(self) -> int:
+        """Number of ids of a row of a micro batch: of a sample with its labels and masks."""
+        match self.family:
+            case "bert":
+                return 3 * self.data.seq_length + 1
+            case "t5":
+                return self.data.seq_length + self.data.span_corruption.decoder_seq_length
+            case _:
+                return self.data.seq_length + 1
+
+    @property
     def eval_rounds(self) -> int:
         """Number of validations of the run, including the last."""
         return math.ceil(self.train.train_iters / self.train.eval_interval)

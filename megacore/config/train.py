@@ -19,6 +19,8 @@ Recompute = Literal["none", "selective", "full"]
 _NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.)){_NAME}/(?=.{{1,96}}$){_NAME}", re.ASCII)
 """Name of a repository on the Hugging Face hub with its owner."""
+_SAMPLES = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+"""Number of a sample, or the first and last of several."""
 
 
 class RampupBatchSize(Section):
@@ -213,14 +215,11 @@ class TrainConfig(Section):
     @classmethod
     def _ranges_are_numbers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for item in value:
-            first, _, last = item.partition("-")
-            numbers = (first, last if "-" in item else first)
-            if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(
-                numbers[1]
-            ):
+            match = _SAMPLES.fullmatch(item)
+            if match is None or int(match[1]) > int(match[2] or match[1]):
                 raise ValueError(
-                    f"train.skip_samples has {item!r}: give a sample's number, such as 4096, or "
-                    "the first and last, such as 4096-4127"
+                    f"train.skip_samples has {item[:100]!r}: give a sample's number, such "
+                    "as 4096, or the first and last, such as 4096-4127"
                 )
         return value
 

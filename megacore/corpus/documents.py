@@ -177,7 +177,8 @@ def parse_fields(line: bytes, key: str, where: str) -> dict[str, Any]:
         others = ", ".join(sorted(value)[:_SHOWN_KEYS]) or "nothing"
         raise DataFormatError(f"{where} has no key {key!r}, only {others}: set data.source.key")
     raise DataFormatError(
-        f"{where} has a {type(text).__name__} under {key!r} instead of a string: repair the line"
+        f"{where} has a {type(text).__name__} under {key!r} instead of a string: repair the line, "
+        "or leave it out with data.on_bad_line: skip"
     )
 
 

@@ -274,11 +274,12 @@ def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str
     for row in rows:
         if isinstance(bad := row.get(key), BadLine):
             raise ConfigError(bad.reason)
-    without = sum(not isinstance(row.get(key), str) for row in rows)
+    without = [number for number, row in enumerate(rows, 1) if not isinstance(row.get(key), str)]
     if without:
         raise ConfigError(
-            f"{path} has its text in {key!r}, but {without} of the first {len(rows)} rows have no "
-            "text there: remove these rows"
+            f"{path} has its text in {key!r}, but {len(without)} of the first {len(rows)} rows "
+            f"have no text there, the first is row {without[0]}: remove these rows, "
+            "or write a configuration by hand with data.on_bad_line: skip"
         )
     return key, [name for name in lengths if name != key]
 

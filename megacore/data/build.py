@@ -139,14 +139,7 @@ class MemberOpener:
     @property
     def width(self) -> int:
         """Number of ids of a row."""
-        data = self.config.data
-        match self.config.family:
-            case "bert":
-                return 3 * data.seq_length + 1
-            case "t5":
-                return data.seq_length + data.span_corruption.decoder_seq_length
-            case _:
-                return data.seq_length + 1
+        return self.config.row_width
 
     def split(self, index_directory: str | Path, split_name: str) -> Dataset:
         """Open all members of a split with the maps in `index_directory`.

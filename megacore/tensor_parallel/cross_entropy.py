@@ -102,7 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         full_input = all_gather(hidden, terms.tp, SEQUENCE) if terms.sequence_parallel else hidden
         logits = affine(full_input, weight, bias).view(-1, weight.shape[0])
-        flat = labels.reshape(-1)
+        # sequences of one token are a view with gaps
+        flat = labels.reshape(-1).contiguous()
         ctx.scale = _FP16_SCALE if logits.dtype == torch.float16 else 1.0
         if terms.tp.size == 1 and terms.trains:
             losses = terms.kernel.loss_(logits, flat, terms.smoothing, terms.z_loss, ctx.scale)

@@ -143,8 +143,7 @@ class CheckpointScorer:
         if result["disagreement"] and self._mesh.rank == 0:
             logger.warning(result["disagreement"])
         logger.info(
-            "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation "
-            "PPL: %.4f",
+            "iteration %d | test_loss: %.6E | test_ppl: %.4f | valid_loss: %.6E | valid_ppl: %.4f",
             iteration,
             result["test_loss"],
             result["test_ppl"],

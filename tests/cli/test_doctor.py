@@ -94,6 +94,8 @@ def test_the_documented_commands_have_the_ranks_of_the_hostfile(
         (["--ssh-config", "c"], "--ssh-config is c, and no host is reached without --hostfile"),
         (["-o", "train.seed=1"], "give --conf"),
         (["--tokens", "t"], "give --vocab-size too"),
+        (["--vocab-size", "5"], "--vocab-size is 5, and is only for --tokens"),
+        (["--output", "/"], "--output is /, which is a directory: give a file"),
         (["--hostfile", "nowhere"], "hostfile nowhere cannot be read"),
     ],
 )

@@ -122,6 +122,12 @@ def test_models_and_tokenizers_of_another_kind_are_refused(files: Files) -> None
     assert "a vocabulary of 310 entries and the model in" in str(result.exception)
 
 
+def test_a_long_path_of_the_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/data/" + "a" * 200
+    _print_scores(path, {"wikitext": {"loss": 1.0}})
+    assert capsys.readouterr().out.splitlines()[0] == path
+
+
 def test_passkey_cells_are_rows_after_the_totals(capsys: pytest.CaptureFixture[str]) -> None:
     cell = {"length": 1024, "depth": 0.5, "prompts": 4, "accuracy": 0.25, "ranked_accuracy": 0.75}
     totals = {"accuracy": 0.125, "ranked_accuracy": 0.5, "chance": 0.1, "prompts": 8}

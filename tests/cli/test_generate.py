@@ -154,6 +154,12 @@ def test_models_that_do_not_continue_text_are_refused(files: Files, tmp_path: Pa
     assert isinstance(result.exception, CheckpointError)
 
 
+def test_a_key_that_is_no_path_is_refused_with_the_command_that_lists_paths() -> None:
+    result = run("generate", "0123456789abcdef", "--prompt", "a")
+    assert isinstance(result.exception, CheckpointError)
+    assert "give the path of a run (`megacore runs` lists them)" in str(result.exception)
+
+
 def test_a_wrong_vocabulary_is_refused_with_both_sizes_and_an_exit_code(
     files: Files, tmp_path: Path
 ) -> None:

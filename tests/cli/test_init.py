@@ -237,7 +237,11 @@ def test_in_a_clone_the_file_is_written_to_conf(here: Path) -> None:
         ("a.txt.gz", b"\x1f\x8b\x08", "a.txt.gz is compressed text: unpack it first"),
         ("a.json", b'[{"text": "b"}]', "a.json is a JSON array, not JSON Lines"),
         ("a.jsonl", b'{"a": 1}\n{"a": 2}\n', "a.jsonl has no field with text (fields: a)"),
-        ("a.jsonl", b'{"a": "b"}\n{"a": null}\n', "in 'a', but 1 of the first 2 rows have no text"),
+        (
+            "a.jsonl",
+            b'{"a": "b"}\n{"a": null}\n',
+            "in 'a', but 1 of the first 2 rows have no text there, the first is row 2",
+        ),
         ("a.json", b'{"text": "b"}\n{"text": "c"}\n', "2 bytes in 2 rows, too few to divide"),
         ("a.jsonl", b'{"text": "b"}\n\nnot json\n', "a.jsonl:3 is not JSON"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1 holds a JSON list"),

@@ -131,6 +131,11 @@ def test_control_characters_of_text_are_replaced(tmp_path: Path) -> None:
     assert "  | [bold]a\ufffd[2Jb\n  | c<|endoftext|>\n" in output("inspect", corpus.prefix)
 
 
+def test_windows_line_ends_of_text_are_shown_as_line_ends(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path, ["a\r\nb\rc"])
+    assert "  | a\n  | b\ufffdc<|endoftext|>\n" in output("inspect", corpus.prefix)
+
+
 def test_the_histogram_is_written(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0, 3])
     shown = output("inspect", prefix, "--histogram", tmp_path / "a.svg")

@@ -240,8 +240,8 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             "is 'ftp://host/file': give an address that begins with https:// or http://",
         ),
         (
-            {"data.dask_address": "a\nb\0c"},
-            "data.dask_address is a\\nb\\x00c but data.shard_runner",
+            {"data.dask_address": "a\nb\x01c"},
+            "data.dask_address is a\\nb\\x01c but data.shard_runner",
         ),
     ],
 )
@@ -446,6 +446,24 @@ def test_a_malformed_override_is_refused_and_shown(pair: str) -> None:
         parse_overrides([pair])
 
 
+@pytest.mark.parametrize("text", [r"a\0b", r"\ud800x"])
+def test_text_that_no_file_can_hold_is_refused(conf: Callable[..., str], text: str) -> None:
+    overrides = parse_overrides([f'export.sample_prompt="{text}"'])
+    message = refusal(conf(), overrides)
+    assert "export.sample_prompt has the character" in message
+    assert message.endswith("remove it (in an override)")
+    source = parse_overrides([f'data.source={{kind: text, files: ["{text}"]}}'])
+    assert "data.source.files[0] has the character" in refusal(conf(), source)
+
+
+def test_an_override_that_a_later_section_would_undo_is_refused(conf: Callable[..., str]) -> None:
+    pairs = ["train.log_interval=3", "train={micro_batch_size: 2, global_batch_size: 8}"]
+    message = "override train replaces the whole section, with train.log_interval"
+    with pytest.raises(ConfigError, match=message):
+        load_config(conf(), parse_overrides(pairs))
+    assert load_config(conf(), parse_overrides(pairs[::-1])).train.log_interval == 3
+
+
 def test_a_configuration_survives_a_round_trip(conf: Callable[..., str], tmp_path: Path) -> None:
     config = load_config(conf(), {"launch.nproc_per_node": 2, "optim.lr_warmup_fraction": 0.1})
     path = tmp_path / "run.json"
@@ -488,9 +506,14 @@ def test_a_key_of_another_kind_of_source_is_refused_with_that_kind(
             "launch.slurm.gpus_per_node is 'x': give an integer that is not negative",
         ),
         ({"data.workers": "x"}, "data.workers is 'x': give an integer"),
+        (
+            {"data.tokenizer.vocab_extra_ids": 3 * 10**9},
+            "data.tokenizer.vocab_extra_ids is 3000000000: give at most 1,048,576",
+        ),
+        ({"train.skip_samples": ["9" * 5000]}, "train.skip_samples has '9999"),
     ],
 )
-def test_a_wrong_value_of_a_union_is_named_once(
+def test_a_wrong_value_is_named_once(
     conf: Callable[..., str], override: dict[str, Any], sentence: str
 ) -> None:
     message = refusal(conf(), override)

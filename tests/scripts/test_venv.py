@@ -150,6 +150,14 @@ def test_make_installs_again_only_if_an_input_changes(machine: Machine) -> None:
         assert machine.run("make", "-q", "venv").returncode == 0, changed
 
 
+def test_status_reports_without_installing(machine: Machine) -> None:
+    status = machine.run("make", "status")
+    assert status.returncode
+    assert "no servers run: there is no .venv" in status.stdout
+    assert not machine.installed
+    assert not machine.calls.read_text()
+
+
 def test_another_torch_replaces_the_pin_until_another_is_named(machine: Machine) -> None:
     assert machine.run("make", "venv", "TORCH=torch==2.12.*").returncode == 0
     constraints = (machine.root / ".venv/constraints.txt").read_text().splitlines()

@@ -70,6 +70,7 @@ def files_with_secret(directory: Path) -> list[str]:
     [
         f"https://me:{CANARY}@host/a.jsonl",
         f"https://me:a@{CANARY}@host/a.jsonl",
+        f"https://me:a'{CANARY}@host/a.jsonl",
         f"https://host/a?sv=1&sig={CANARY}&x=2",
         f"https://host/a?X-Amz-Signature={CANARY}",
         f"https://host/a?access_token={CANARY}#part",

@@ -137,7 +137,7 @@ def write_two_attempts(log: EventLog) -> EventLog:
 def test_page_shows_numbers_charts_checkpoints_sample_data_and_attempts(page: Page) -> None:
     for shown in (
         "gpt2-test.v1",
-        "Test PPL 61.75 unigram model 833.1",
+        "Test PPL 61.75 unigram model 833.10",
         "Validation PPL 60.12 best checkpoint, iteration 40",
         "Tokens 1.28K 1,280 consumed",
         "2 attempts",

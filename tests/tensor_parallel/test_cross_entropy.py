@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.kernels.choice import choose_kernels
 from megacore.tensor_parallel import linear_cross_entropy
 from tests._gpt_ranks import Sink
 from tests._tensor_ranks import LARGE, LOSSES, VOCAB, ids, joined, random
@@ -49,6 +50,14 @@ def test_losses_and_gradients_equal_torch_cross_entropy(
     torch.testing.assert_close(joined(parts, "hidden", 1 if sequence else None), expected["hidden"])
     for kind in ("weight", "bias"):
         torch.testing.assert_close(joined(parts, kind, 0), expected[kind])
+
+
+def test_labels_of_sequences_of_one_token_may_be_a_view_with_gaps() -> None:
+    kernel = choose_kernels(torch.device("cpu"), torch.float32).cross_entropy
+    hidden, weight = random("x", 8, 1, 6).float(), random("w", VOCAB, 6).float()
+    labels = ids(8, 2)[:, 1:]
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, kernel=kernel)
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels.clone()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

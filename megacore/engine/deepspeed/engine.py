@@ -329,10 +329,4 @@ class DeepSpeedEngine(DeepSpeedBase):
 
     def _padding(self) -> Tensor:
         """Return ids [1, width] of a micro batch whose losses do not count."""
-        data, family = self._config.data, self._config.family
-        width = {
-            "gpt": data.seq_length + 1,
-            "bert": 3 * data.seq_length + 1,
-            "t5": data.seq_length + data.span_corruption.decoder_seq_length,
-        }[family]
-        return torch.zeros(1, width, dtype=torch.int64, device=self.device)
+        return torch.zeros(1, self._config.row_width, dtype=torch.int64, device=self.device)
