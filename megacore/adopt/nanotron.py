@@ -345,7 +345,8 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         _whole(settings, draft, f"{_RATE}lr_warmup_steps", 0),
     )
     begin = _whole(settings, draft, f"{_RATE}lr_decay_starting_step", warmup)
-    steps = _whole(settings, draft, f"{_RATE}lr_decay_steps", total - begin)
+    # by default as many as if the decay began after the warm-up, also if it begins later
+    steps = _whole(settings, draft, f"{_RATE}lr_decay_steps", total - warmup)
     style = word(value_of(settings, f"{_RATE}lr_decay_style", "linear"))
     origins = [each for each in (style_s, steps_s, start_s, warmup_s) if each is not None]
     if begin > warmup:
@@ -364,8 +365,11 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     draft.put("optim.lr_decay_iters", max(1, begin + steps), *sources(*origins, default=DEFAULT))
     low = settings.get(f"{_RATE}min_decay_lr")
     value = None if low is None or low.value is None else number_of(low, draft, "optim.min_lr")
-    tenth = 0.1 * draft.get("optim.lr", 0.0)
-    draft.put("optim.min_lr", tenth if value is None else value, low or f"{DEFAULT}: a tenth")
+    peak = draft.get("optim.lr", 0.0)
+    draft.put("optim.min_lr", peak if value is None else value, low or f"{DEFAULT}: no decay")
+    clip = settings.get("optimizer.clip_grad")
+    if clip is None or clip.value is None:
+        draft.put("optim.clip_grad", 0.0, clip or f"{DEFAULT}: no clipping")
     checks = settings.get("tokens.val_check_interval")
     rounds = settings.get("tokens.limit_val_batches")
     interval, batches = (

@@ -113,6 +113,7 @@ def _model(settings: Settings, draft: Draft) -> None:
 
 def _attention(settings: Settings, draft: Draft) -> None:
     setting, window = settings.get("attention_config"), settings.get("sliding_window_width")
+    kinds = {"global"}
     if setting is not None:
         kinds = {str(kind) for kind in _kinds(setting.value)}
         if kinds <= _STRAIGHT:
@@ -122,7 +123,13 @@ def _attention(settings: Settings, draft: Draft) -> None:
             draft.refuse(setting, f"attention of kind {names}", "causal attention")
     if window is not None:
         width = integer_of(window, draft, "model.sliding_window")
-        if width is not None:
+        pipeline = bool(value_of(settings, "pipe_parallel_size", 0))
+        fused = value_of(settings, "scaled_upper_triang_masked_softmax_fusion", False)
+        if not pipeline and "flash" not in kinds:
+            draft.ignore(window, "without a pipeline, only flash attention has it")
+        elif "global" in kinds and (fused or not pipeline):
+            draft.refuse(window, "a window in some layers or kernels", "attention of kind flash")
+        elif width is not None:
             draft.put("model.sliding_window", width + 1, window, "and the token itself")
 
 
@@ -336,6 +343,12 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         draft.ignore(fraction, "lr_decay_iters decides it")
     elif fraction is not None and share is not None:
         draft.put("optim.lr_decay_iters", int(share * draft.get("train.train_iters", 0)), fraction)
+    decay, train = (draft.get(name, 0) for name in ("optim.lr_decay_iters", "train.train_iters"))
+    if 0 < decay < train and draft.get("optim.lr_decay_style") == "cosine":
+        draft.remarks.append(
+            f"GPT-NeoX's cosine rises again after lr_decay_iters {decay}; here the learning rate "
+            "stays at min_lr"
+        )
     factor = settings.get("checkpoint_factor")
     interval = integer_of(factor, draft, "checkpoint.save_interval", least=1)
     if factor is not None and interval is not None:

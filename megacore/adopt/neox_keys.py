@@ -133,7 +133,7 @@ TABLE: dict[str, Rule] = {
     "checkpoint_activations": Joint("it decides what is recomputed"),
     "checkpoint_num_layers": NoEffect("each layer's input is stored: memory only"),
     "seed": To("seed", integer),
-    "z_loss": To("train.z_loss", number),
+    "z_loss": NoEffect("GPT-NeoX adds it to the loss of reward models only"),
     "data_path": DECIDES_DATA,
     **{
         f"{part}_data_{what}": DECIDES_DATA

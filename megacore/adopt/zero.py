@@ -101,6 +101,11 @@ _ACTIVATIONS = {
     "cpu_checkpointing": "offload of activations",
 }
 """Fields of the section deepspeed that the engine native has nothing for."""
+_OTHER_ADAM = {
+    "optimizer.params.adam_w_mode": "Adam with weight decay as a part of the gradient",
+    "optimizer.params.bias_correction": "Adam without correction of its moments",
+}
+"""Options of Adam that change its results if they are false."""
 _OWN = {
     "optimizer": "the program passes its own optimizer",
     "scheduler": "the program passes its own schedule (old versions of DeepSpeed took the JSON's)",
@@ -319,6 +324,8 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
             draft.ignore(setting, "the optimizer is AdamW")
         else:
             draft.refuse(setting, "other optimizers than AdamW", "AdamW")
+    elif key in _OTHER_ADAM and str(value).lower() in ("false", "0"):
+        draft.refuse(setting, _OTHER_ADAM[key], "AdamW: leave it out")
     elif key in JSON_VALUES:
         whole = JSON_VALUES[key].startswith(("train.", "optim.loss_scale.w", "optim.loss_scale.h"))
         _same(draft, JSON_VALUES[key], integer(value) if whole else number(value), setting)

@@ -81,7 +81,9 @@ def read_nanotron(directory: Path) -> NanotronCheckpoint:
         )
     spec = _spec(config, kind, where)
     parameters = _parameters(where)
-    tensors = NanotronTensors(parameters, spec, bool(config.get("rope_interleaved")), where)
+    # Llamas saved before the setting existed rotate adjacent elements.
+    interleaved = bool(config.get("rope_interleaved", kind == "Llama"))
+    tensors = NanotronTensors(parameters, spec, interleaved, where)
     metadata = where / METADATA_NAME
     step = _json(metadata).get("metas", {}) if metadata.is_file() else {}
     value = step.get("last_train_step") if isinstance(step, Mapping) else None

@@ -309,14 +309,20 @@ def _model_fields(
 
 
 def _window(settings: Mapping[str, Any], layers: _LayerFiles, kinds: set[str]) -> int | None:
-    """Return our sliding_window, which counts the token itself; only flash attention has one."""
-    width = settings.get("sliding_window_width")
-    if width is None or "flash" not in kinds:
+    """Return our sliding_window, which counts the token itself.
+
+    Flash attention has the window, and the mask of global attention in a pipeline, where a fused
+    softmax may replace it.
+    """
+    width, pipeline = settings.get("sliding_window_width"), settings.get("pipe_parallel_size")
+    if width is None or not (pipeline or "flash" in kinds):
         return None
-    if kinds != {"flash"}:
+    if "global" in kinds and not (
+        pipeline and not settings.get("scaled_upper_triang_masked_softmax_fusion")
+    ):
         raise ConversionError(
-            f"{layers.where} was trained with sliding_window_width {width} in only some layers, "
-            "which no model of megacore has"
+            f"{layers.where} was trained with sliding_window_width {width} in only some layers or "
+            "kernels, which no model of megacore has"
         )
     return int(width) + 1
 

@@ -31,6 +31,9 @@ _EXTRA_IDS = 100
 SPLIT_SPECIAL = "split_special_tokens"
 """Key of tokenizer_config.json; if true, special tokens in a text are encoded as ordinary text."""
 _SENTENCEPIECE = (MODEL_NAME, "spiece.model")
+_ADDED_NAME = "added_tokens.json"
+_OTHER_SPLITS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
+"""Classes whose vocab.json and merges.txt belong to another division of texts than GPT-2's."""
 
 
 def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer | None:
@@ -202,6 +205,53 @@ def _settings(source: Path) -> dict[str, Any]:
 
 
 def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
+    tokenizer = _read_files(source, settings)
+    if tokenizer is not None and not (source / TOKENIZER_NAME).is_file():
+        _check_complete(tokenizer, source, settings)
+    return tokenizer
+
+
+def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]) -> None:
+    """Refuse files that encode a text otherwise than transformers, which a tokenizer.json tells."""
+    sentinel, padding = SENTINEL.partition("{")[0], _content(settings.get("pad_token"))
+    lacking = [
+        token
+        for token in _added_tokens(source, settings)
+        if tokenizer.token_id(token) is None
+        and not token.startswith(sentinel)
+        and token != padding  # which no text has
+    ]
+    kind = settings.get("tokenizer_class")
+    if lacking:
+        reason = f"its vocabulary lacks the added tokens {', '.join(lacking[:4])}"
+    elif isinstance(tokenizer, JsonTokenizer) and kind in _OTHER_SPLITS:
+        reason = f"a {kind} does not divide texts as GPT-2's"
+    else:
+        return
+    raise ConversionError(
+        f"{source} has no {TOKENIZER_NAME}, and {reason}: write one with "
+        "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+    )
+
+
+def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
+    """Return the tokens that were added to the vocabulary, by any of the files that name them."""
+    added: list[Any] = []
+    if (source / _ADDED_NAME).is_file():
+        try:
+            added += read_json(source / _ADDED_NAME)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConversionError(
+                f"{source / _ADDED_NAME} cannot be read ({reason_of(error)}): copy it again"
+            ) from error
+    decoder = settings.get("added_tokens_decoder")
+    added += decoder.values() if isinstance(decoder, dict) else []
+    more = settings.get("additional_special_tokens")
+    added += more if isinstance(more, list) else []
+    return list(dict.fromkeys(text for token in added if (text := _content(token)) is not None))
+
+
+def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
     files = {path.name for path in source.iterdir()} if source.is_dir() else set()
     model = next((name for name in _SENTENCEPIECE if name in files), None)
     # An export of a SentencePiece model has both: only the model reads special tokens as text.
@@ -215,7 +265,13 @@ def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
         return SentencePieceModel.read(source / model)
     if "vocab.txt" in files:
         lower_case = bool(settings.get("do_lower_case", True))
-        backend = read_wordpiece(source / "vocab.txt", lower_case=lower_case)
+        accents = settings.get("strip_accents")
+        backend = read_wordpiece(
+            source / "vocab.txt",
+            lower_case=lower_case,
+            strip_accents=None if accents is None else bool(accents),
+            divide_chinese=bool(settings.get("tokenize_chinese_chars", True)),
+        )
         settings |= BERT_ROLES
         return JsonTokenizer(backend, BERT_ROLES["sep_token"])
     if {"vocab.json", "merges.txt"} <= files:

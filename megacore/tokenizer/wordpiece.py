@@ -26,10 +26,23 @@ ALPHABET = 1000
 _CONTINUING = "##"
 
 
-def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenizer:
-    """Read BERT's tokenizer from a vocab.txt with one token per line. Raises DataFormatError.
+def read_wordpiece(
+    vocab_file: Path,
+    *,
+    lower_case: bool,
+    strip_accents: bool | None = None,
+    divide_chinese: bool = True,
+) -> tokenizers.Tokenizer:
+    """Read BERT's tokenizer from a vocab.txt with one token per line.
 
-    `lower_case` is meant for uncased vocabularies and also strips accents.
+    Args:
+        vocab_file: the file.
+        lower_case: True for uncased vocabularies.
+        strip_accents: True to strip accents; None means `lower_case`.
+        divide_chinese: True if each Chinese character is a word.
+
+    Raises:
+        DataFormatError: the file is not BERT's vocab.txt.
     """
     vocab = _read_vocab(vocab_file)
     missing = [token for token in BERT_ROLES.values() if token not in vocab]
@@ -38,7 +51,11 @@ def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenize
             f"{vocab_file} has no {', '.join(missing)} among its {len(vocab)} lines: it is not "
             "BERT's vocab.txt"
         )
-    return _backend(vocab, lower_case=lower_case)
+    backend = _backend(vocab, lower_case=lower_case)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lower_case, strip_accents=strip_accents, handle_chinese_chars=divide_chinese
+    )
+    return backend
 
 
 def train_wordpiece(

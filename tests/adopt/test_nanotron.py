@@ -29,6 +29,21 @@ def test_nanotron_variants(tmp_path: Path, old: str, new: str, feature: str) -> 
         assert (optim.lr_decay_style, optim.lr_wsd_decay_iters) == ("WSD", 980)
 
 
+def test_nanotrons_schedule_decays_as_its_defaults_say(tmp_path: Path) -> None:
+    text = NANOTRON.replace("    min_decay_lr: 3.0e-05\n", "")
+    assert config_of(tmp_path, adopted(tmp_path, "a.yaml", text)).optim.min_lr == 0.0003
+    text = NANOTRON.replace("    lr_decay_steps: 980\n", "")
+    text = text.replace("lr_decay_starting_step: null", "lr_decay_starting_step: 800")
+    optim = config_of(tmp_path, adopted(tmp_path, "b.yaml", text)).optim
+    assert (optim.lr_decay_iters, optim.lr_wsd_decay_iters) == (1780, 980)
+
+
+@pytest.mark.parametrize("line", ["  clip_grad: null\n", ""])
+def test_nanotron_without_a_limit_does_not_clip(tmp_path: Path, line: str) -> None:
+    text = NANOTRON.replace("  clip_grad: 1.0\n", line)
+    assert config_of(tmp_path, adopted(tmp_path, "a.yaml", text)).optim.clip_grad == 0
+
+
 def test_nanotrons_qwen2_has_biases_and_divided_positions(tmp_path: Path) -> None:
     options = "rope_scaling: null\n    attention_bias: true"
     options += "\n    rope_seq_len_interpolation_factor: 4"

@@ -46,6 +46,8 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
         ('"norm": "layernorm"', '"use_no_such_key": true', "unknown here"),
         ('"norm": "layernorm"', '"deepspeed_extra_args": {"amp": 1}', "passed on to DeepSpeed"),
         ('"pos-emb": "rotary"', '"pos-emb": "sinusoidal"', "these positions"),
+        ('"eps": 1.0e-8', '"adam_w_mode": false', "as a part of the gradient"),
+        ('"eps": 1.0e-8', '"bias_correction": false', "without correction of its moments"),
         ('"norm": "layernorm"', '"use_qk_layernorm": true', "one norm that queries and keys share"),
         ('"lr-decay-style": "cosine"', '"lr-decay-style": "linear"', "stops at min_lr 6e-05"),
         ('"lr-decay-style": "cosine", ', "", "stops at min_lr 6e-05"),
@@ -61,6 +63,42 @@ def test_neox_takes_iterations_of_decay_before_a_fraction(tmp_path: Path) -> Non
     assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 1000
     text = text.replace('"lr-decay-iters": 1000, ', "")
     assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 500
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "fused", "window"),
+    [
+        ("flash", 0, True, 65),
+        ("global", 0, True, None),
+        ("global", 2, False, 65),
+        ("global", 2, True, "refused"),
+        ("flash", 2, True, 65),
+    ],
+)
+def test_neox_has_a_window_in_flash_attention_and_masks_of_a_pipeline(
+    tmp_path: Path, kind: str, pipeline: int, fused: bool, window: int | str | None
+) -> None:
+    text = NEOX_MODEL.replace('[["flash"], 12]', f'[["{kind}"], 12]').replace(
+        '"pipe-parallel-size": 0', f'"pipe-parallel-size": {pipeline}, "sliding_window_width": 64'
+    )
+    if not fused:
+        text = text.replace(', "scaled-upper-triang-masked-softmax-fusion": true', "")
+    result = adopted(tmp_path, "a.yml", text, NEOX_PATHS)
+    if window == "refused":
+        assert any("a window in some layers" in each for each in refusals(result))
+    else:
+        assert config_of(tmp_path, result).model.sliding_window == window
+
+
+def test_neox_has_a_z_loss_for_reward_models_only(tmp_path: Path) -> None:
+    text = NEOX_MODEL.replace('"norm": "layernorm"', '"z_loss": 0.001')
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", text, NEOX_PATHS)).train.z_loss == 0
+
+
+def test_a_cosine_that_ends_early_rises_again_in_neox(tmp_path: Path) -> None:
+    text = NEOX_MODEL.replace('"lr-decay-iters": 1000', '"lr-decay-iters": 500')
+    assert "cosine rises again" in adopted(tmp_path, "a.yml", text, NEOX_PATHS).text
+    assert "rises again" not in adopted(tmp_path, "b.yml", NEOX_MODEL, NEOX_PATHS).text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Imports from transformers and exports back: the files, and every refusal."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
+from megacore.convert.tokenizers import read_tokenizer
 from megacore.convert.ungated_export import export_hf, open_source
 from megacore.errors import (
     CheckpointError,
@@ -220,6 +222,59 @@ def test_an_export_takes_the_begin_of_a_given_transformers_tokenizer(
     after = json.loads((again / "tokenizer_config.json").read_text(encoding="utf-8"))
     expected = before | ({} if begin else {"bos_token": "a"})
     assert after == expected | {"model_max_length": after["model_max_length"]}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("added_tokens.json", {"<|im_start|>": 258}),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<end>", "added_tokens_decoder": {"258": {"content": "<|im_start|>"}}},
+        ),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": ["<end>", "<|im_start|>"]},
+        ),
+        ("tokenizer_config.json", {"eos_token": "<end>", "tokenizer_class": "Qwen2Tokenizer"}),
+    ],
+)
+def test_a_vocabulary_that_transformers_reads_otherwise_is_refused(
+    tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
+    write_given_tokenizer(tmp_path / "given", "vocab.json")
+    assert read_tokenizer(tmp_path / "given")[0] is not None
+    (tmp_path / "given" / file).write_text(json.dumps(content), encoding="utf-8")
+    reason = "added tokens <|im_start|>" if "im_start" in str(content) else "a Qwen2Tokenizer"
+    with pytest.raises(ConversionError, match=rf"{re.escape(reason)}.*: write one with Auto"):
+        read_tokenizer(tmp_path / "given")
+
+
+def test_a_vocabulary_without_its_padding_token_is_read(tmp_path: Path) -> None:
+    write_given_tokenizer(tmp_path / "given", "vocab.json")
+    (tmp_path / "given/added_tokens.json").write_text('{"[PAD]": 258}')
+    (tmp_path / "given/special_tokens_map.json").write_text('{"pad_token": "[PAD]"}')
+    assert read_tokenizer(tmp_path / "given")[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "ids"),
+    [
+        ({}, [5, 7, 8]),
+        ({"strip_accents": False}, [6, 7, 8]),
+        ({"tokenize_chinese_chars": False}, [5, 9]),
+        ({"do_lower_case": False, "strip_accents": True}, [5, 7, 8]),
+    ],
+)
+def test_a_vocabulary_of_bert_is_read_with_its_settings(
+    tmp_path: Path, settings: dict[str, bool], ids: list[int]
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cafe", "café", "中", "国", "中国"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = read_tokenizer(tmp_path)[0]
+    assert tokenizer is not None
+    assert tokenizer.encode("café 中国").tolist() == ids
 
 
 def test_a_damaged_generation_config_is_refused(gpt2_copy: Path) -> None:

@@ -21,11 +21,14 @@ QKV = "model.decoder.1.pp_block.attn.qkv_proj.weight"
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups", [2, 4])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_llama_is_read(tmp_path: Path, size: int, groups: int, interleaved: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True, None], ids=["halves", "pairs", "not written"])
+def test_llama_is_read(tmp_path: Path, size: int, groups: int, interleaved: bool | None) -> None:
     model = llama_model(groups)
-    parameters = nanotron_parameters(model, interleaved=interleaved)
-    write_nanotron(tmp_path, parameters, nanotron_config(model, rope_interleaved=interleaved), size)
+    parameters = nanotron_parameters(model, interleaved=interleaved is not False)
+    config = nanotron_config(model, rope_interleaved=interleaved)
+    if interleaved is None:  # as before September 2024
+        del config["rope_interleaved"]
+    write_nanotron(tmp_path, parameters, config, size)
     foreign = open_from_nanotron(tmp_path)
     ours = load_weights(foreign.spec, foreign.tensors)
     tokens = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -144,6 +144,25 @@ def test_other_models_are_refused_by_name(
     assert message in refusal(written(tmp_path, lambda layers: None, **settings), error)
 
 
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "window"), [("flash", 0, 9), ("global", 0, None), ("global", 1, 9)]
+)
+def test_global_attention_has_a_window_in_a_pipeline(
+    tmp_path: Path, kind: str, pipeline: int, window: int | None
+) -> None:
+    settings = {"attention_config": [[[kind], 3]], "sliding_window_width": 8}
+    layers = neox_layers(neox_model(), 2, parallel=True)
+    write_neox(tmp_path, layers, neox_settings(**settings), pipeline=bool(pipeline))
+    assert open_from_neox(tmp_path).spec.model.sliding_window == window
+
+
+def test_a_window_in_some_kernels_is_refused(tmp_path: Path) -> None:
+    settings = {"attention_config": [[["global"], 3]], "sliding_window_width": 8}
+    settings["scaled_upper_triang_masked_softmax_fusion"] = True
+    written(tmp_path, lambda layers: None, **settings)
+    assert "in only some layers or kernels" in refusal(tmp_path, ConversionError)
+
+
 def test_copies_that_drifted_apart_are_averaged_with_a_remark(tmp_path: Path) -> None:
     written(tmp_path, lambda layers: layers[6]["norm.weight"][1].add_(1e-3))
     foreign = open_from_neox(tmp_path)
