@@ -13,6 +13,7 @@ from tasks._form import PRETRAINING, on_page, with_form
 from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
 from tasks.convert import convert
+from tasks.evaluate import kept_checkpoints
 from tasks.lm_eval import lm_eval_stages, lm_eval_summary
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
@@ -25,9 +26,11 @@ def publication_stages(
     pipeline: StageRunner[RunConfig], trained: Artifact, *data: Artifact
 ) -> None:
     """Run the stages after a training: scores, conversion, lm-eval, publication and summary."""
-    evaluation, zero_shot = score_stages(pipeline, trained, *data)
-    assert evaluation is not None, "a finished training has a report"
-    exported = pipeline.stage(convert, trained, evaluation, *data)
+    # Another flow may extend the training meanwhile: its retention must not delete the best.
+    with kept_checkpoints(trained.directory):
+        evaluation, zero_shot = score_stages(pipeline, trained, *data)
+        assert evaluation is not None, "a finished training has a report"
+        exported = pipeline.stage(convert, trained, evaluation, *data)
     found = pipeline.contamination
     hidden = withheld(pipeline.config, found)
     scored = lm_eval_stages(pipeline, trained, evaluation, exported, *data, hidden=hidden)

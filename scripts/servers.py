@@ -166,6 +166,10 @@ def start(workspace: Workspace) -> None:
     check_proxies()
     check_backends()
     prefect_port, mlflow_port = _port("PREFECT_PORT", 4200), _port("MLFLOW_PORT", 5000)
+    if prefect_port == mlflow_port:
+        raise ConfigError(
+            f"PREFECT_PORT and MLFLOW_PORT are both {prefect_port}: give each server its own port"
+        )
     require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
     require_free_port(mlflow_port, "the MLflow server", "MLFLOW_PORT")
     urls = f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}"
@@ -439,9 +443,17 @@ def stop(workspace: Workspace) -> None:
         ended = end(servers.token, name, servers.processes.get(name), grace)
         if ended:
             print(f"stopped {name} ({ended} process{'es' if ended > 1 else ''})")
-    if PREFECT_TOML.exists() and PREFECT_TOML.read_text(encoding="utf-8").startswith(TOML_HEADER):
+    if _names_server(servers):
         PREFECT_TOML.unlink()
     state_file(workspace).unlink()
+
+
+def _names_server(servers: Servers) -> bool:
+    """Return True if prefect.toml was written for these servers, not for another workspace's."""
+    if not PREFECT_TOML.exists():
+        return False
+    text = PREFECT_TOML.read_text(encoding="utf-8")
+    return text.startswith(TOML_HEADER) and _toml(f"{servers.prefect_url}/api") in text
 
 
 def status(workspace: Workspace) -> None:

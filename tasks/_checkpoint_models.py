@@ -52,7 +52,7 @@ def ensure_checkpoint_model(
     model = _find(tracking, run_id, iteration)
     if model is None:
         model = client.create_logged_model(
-            tracking.experiment_id,
+            tracking.experiment_of(run_id),
             name=f"{run_name}-iter_{iteration:07d}".replace(".", "-"),
             source_run_id=run_id,
             tags=tags,
@@ -269,7 +269,7 @@ def _newest(model: "LoggedModel | None") -> "dict[str, Metric]":
 
 def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":
     models = tracking.client.search_logged_models(
-        [tracking.experiment_id],
+        [tracking.experiment_of(run_id)],
         f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND params.step = "
         f"'{iteration}'",
         max_results=1,

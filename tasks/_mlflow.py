@@ -171,6 +171,7 @@ class Tracking:
         self.workspace = workspace
         self.experiment = experiment
         self.uri = os.environ.get("MLFLOW_TRACKING_URI") or tracking_uri(workspace)
+        self._experiments: dict[str, str] = {}
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
@@ -228,6 +229,17 @@ class Tracking:
                 self.client.set_experiment_tag(experiment.experiment_id, _TAG_VIEW, view)
             self._warn_of_old_place(experiment.artifact_location)
             return str(experiment.experiment_id)
+
+    def experiment_of(self, run_id: str) -> str:
+        """Return the id of a run's experiment, in which its models are.
+
+        It differs from `experiment_id` if `tracking.experiment` was changed for a run that is
+        continued. Raises TrackingError.
+        """
+        if run_id not in self._experiments:
+            with self.errors(f"look up run {run_id}"):
+                self._experiments[run_id] = self.client.get_run(run_id).info.experiment_id
+        return self._experiments[run_id]
 
     def _warn_of_old_place(self, location: str) -> None:
         """Warn if the store has the experiment's files where the workspace was before a move."""

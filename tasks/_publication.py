@@ -168,7 +168,6 @@ def run_url(tracking: Tracking, server: str, run_id: str, file: str | None = Non
 
     With `file`, the page shows this artifact of the run.
     """
-    with tracking.errors(f"look up run {run_id}"):
-        experiment = tracking.client.get_run(run_id).info.experiment_id
+    experiment = tracking.experiment_of(run_id)
     shown = "" if file is None else f"/artifacts/{file}"
     return page_url(server, f"experiments/{experiment}/runs/{run_id}{shown}")

@@ -250,7 +250,7 @@ def _ensure_model(
     from mlflow.entities import LoggedModelOutput
 
     model = _find_model(tracking, run_id, tags) or tracking.client.create_logged_model(
-        tracking.experiment_id,
+        tracking.experiment_of(run_id),
         name=name.replace(".", "-"),
         source_run_id=run_id,
         tags=dict(tags),
@@ -279,7 +279,7 @@ def _find_model(tracking: Tracking, run_id: str, tags: Mapping[str, str]) -> "Lo
     """
     for tag in (CONTENT_TAG, DIGEST_TAG):
         models = tracking.client.search_logged_models(
-            [tracking.experiment_id],
+            [tracking.experiment_of(run_id)],
             f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{tag} = "
             f"'{tags[tag]}'",
             max_results=1,

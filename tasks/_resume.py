@@ -155,6 +155,31 @@ def warn_of_other_runs(config: RunConfig) -> None:
         get_run_logger().warning("this is a new run: %s", _resume_advice(config, *newest[1:]))
 
 
+def warn_of_other_data(config: RunConfig, directory: Path) -> None:
+    """Warn about a new run if another one had the same configuration, but other data.
+
+    Files that were touched or moved are other data to sources that do not read them for their key.
+    Without the warning, a user who meant to resume would start from the beginning.
+    """
+    if config.resume.checkpoint is not None or complete_checkpoints(directory / CHECKPOINTS_NAME):
+        return
+    newest: tuple[float, Path] | None = None
+    for job, saved_config in _runs_of_name(config.name):
+        changes = compare_configurations(saved_config, config, another_run=True)
+        begun = saved_config.get("resume", {}).get("checkpoint") is None
+        checkpoint = max(complete_checkpoints(job.parent / CHECKPOINTS_NAME), default=None)
+        if begun and checkpoint is not None and not any(change.keyed for change in changes):
+            newest = max(newest or (0.0, checkpoint), (job.stat().st_mtime, checkpoint))
+    if newest is not None:
+        get_run_logger().warning(
+            "this is a new run, although %s has the same configuration: the data, the tokenizer "
+            "or the precision of the hosts is another (files of jsonl, parquet, warc and prefix "
+            "count as others if they were moved or touched); to resume from that one, set "
+            "resume.checkpoint to it",
+            newest[1],
+        )
+
+
 def _resume_advice(
     config: RunConfig, checkpoint: Path, keyed: list[Change], origin: str | None
 ) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey, lock
+from megacore.artifact import Artifact, StageKey
 from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.checkpoint.format import protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
@@ -100,7 +101,9 @@ def convert(
                 "card": _card(config, trained, evaluation, tokens, scores),
             }
         )
-        report = stages.convert(job, scratch, log_tail(scratch / "convert.log").poll)
+        # Not the run's lock, which a flow that extends the training may hold for days.
+        with protected(Path(job.checkpoint)):
+            report = stages.convert(job, scratch, log_tail(scratch / "convert.log").poll)
         return {
             "checkpoint": chosen,
             "iteration": scores["iteration"],
@@ -108,8 +111,7 @@ def convert(
             "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
         }
 
-    with lock(trained.directory, shared=True):
-        return build(config, key, fill, writes=lambda: _model_bytes(config, tokenizer))
+    return build(config, key, fill, writes=lambda: _model_bytes(config, tokenizer))
 
 
 def _model_bytes(config: RunConfig, tokenizer: Artifact) -> int:

@@ -30,7 +30,7 @@ from tasks._live_run import live_run, report_end
 from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor
-from tasks._resume import planned_before, resumed_digest
+from tasks._resume import planned_before, resumed_digest, warn_of_other_data
 from tasks._retry import counted_failures, pretraining_may_retry, wait_to_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
@@ -197,6 +197,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
             wait_to_retry(directory, str(task_run.id), config.launch)
             _refuse_to_shorten(config, directory)
             _refuse_other_order(config, directory, tokens, index)
+            warn_of_other_data(config, directory)
             with devices(config.launch, trains=True):
                 _run(config, key, directory, tokens, tokenizer, index, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)

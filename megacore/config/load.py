@@ -56,6 +56,7 @@ _PATTERNS = {
     ),
     r"^[a-z_]+$": "give lower-case letters and underscores",
     r"^[0-9a-f]{64}$": "give 64 hexadecimal digits in lower case",
+    r"^[^/:%'\x22]*$": "give a name without /, :, % and quotes, which MLflow does not take",
     r"^https?://": "give an address that begins with https:// or http://",
 }
 """Advice for text by the pattern that it does not match."""

@@ -428,10 +428,14 @@ class WandbConfig(Section):
 class TrackingConfig(Section):
     """Options of tracking with MLflow, TensorBoard and Weights & Biases."""
 
-    experiment: str = unkeyed("pretrain")
-    """Name of the MLflow experiment."""
-    registered_model: str | None = keyed(None, resolved=("publish", "finetune-publish"))
-    """Name in the model registry; null means the name of the run."""
+    experiment: str = unkeyed("pretrain", min_length=1)
+    """Name of the MLflow experiment. A run that is continued stays in the experiment in which it
+    began."""
+    registered_model: str | None = keyed(
+        None, resolved=("publish", "finetune-publish"), pattern=r"^[^/:%'\x22]*$"
+    )
+    """Name in the model registry; null means the name of the run. MLflow allows no `/`, `:`, `%`
+    or quotes in it."""
     tensorboard: bool = unkeyed(False)
     """If true, TensorBoard event files are written to `tensorboard/` in the run's directory.
     Pretraining only."""

@@ -208,7 +208,18 @@ def remove(items: list[Removable]) -> list[Removable]:
 
 
 def _refuse_during_builds(workspace: Workspace) -> None:
-    """Raise WorkspaceError while an artifact is built: it names its inputs at the end."""
+    """Raise WorkspaceError while an artifact's or a run's inputs are not named yet.
+
+    An artifact names them at the end of its build; a run when its ranks start, for which it may
+    have to wait for days.
+    """
+    for run in _run_directories(workspace):
+        begins = not os.path.lexists(run / RUN_FILE) or (run / MANIFEST_NAME).exists()
+        if begins and is_locked(run):
+            raise WorkspaceError(
+                f"{run} waits for its start and does not name the artifacts that it needs yet, so "
+                "nothing was removed: try again when it trains"
+            )
     for name in dict.fromkeys(FOLDERS.values()):
         for path in (workspace.root / name).glob(f"[!.]*{TEMPORARY}*"):
             owner = path.with_name(path.name.split(TEMPORARY)[0])
@@ -226,9 +237,9 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
     the name of a directory of its path.
     """
     keys: set[str] = set()
-    runs = [(workspace.root / FOLDERS[stage]).glob("*") for stage in RUNS]
     # A symbolic link to a share that is not mounted counts as unreadable, not as missing.
-    jobs = [run / RUN_FILE for run in itertools.chain(*runs) if os.path.lexists(run / RUN_FILE)]
+    runs = _run_directories(workspace)
+    jobs = [run / RUN_FILE for run in runs if os.path.lexists(run / RUN_FILE)]
     for job in jobs:
         try:
             values: dict[str, Any] = read_json(job)
@@ -244,6 +255,12 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
         except (KeyError, TypeError, AttributeError) as error:
             raise _unknown_inputs(job, "was not written by this version of megacore") from error
     return keys
+
+
+def _run_directories(workspace: Workspace) -> Iterator[Path]:
+    """Return the directories of all runs."""
+    folders = [(workspace.root / FOLDERS[stage]).glob("[!.]*") for stage in RUNS]
+    return itertools.chain(*folders)
 
 
 def _unknown_inputs(job: Path, reason: str) -> WorkspaceError:

@@ -85,6 +85,19 @@ def test_defaults_are_resolved(conf: Callable[..., str]) -> None:
     assert config.registered_model == "small"
 
 
+@pytest.mark.parametrize(
+    "tracking",
+    [
+        {"experiment": ""},
+        *({"registered_model": name} for name in ("team/small", "a:b", "it's")),
+    ],
+)
+def test_names_that_mlflow_refuses_are_refused_before_the_training(
+    tracking: dict[str, str], conf: Callable[..., str]
+) -> None:
+    assert f"tracking.{next(iter(tracking))}" in refusal(conf(tracking=tracking))
+
+
 @pytest.mark.parametrize("place", ["file", "override"])
 def test_the_former_name_of_the_sharding_is_refused_with_the_new_one(
     place: str, conf: Callable[..., str]

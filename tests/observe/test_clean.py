@@ -291,3 +291,32 @@ def test_nothing_is_removed_while_an_artifact_is_built(tmp_path: Path) -> None:
 
     build_artifact(folder, key, build)
     assert old_artifacts(workspace, 7) == []
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_nothing_is_removed_while_a_run_waits_for_its_start(tmp_path: Path, extended: bool) -> None:
+    workspace = Workspace.of(tmp_path)
+    _training(workspace, tmp_path)
+    later, _ = build_artifact(workspace.folder("index"), StageKey.of("index", 2, {}), write_file)
+    set_age(later.directory, 30)
+    run = workspace.folder("train") / "feed"
+    if extended:  # the job file is that of the earlier length
+        (run / MANIFEST_NAME).write_text(json.dumps(_MANIFEST))
+    else:
+        (run / "run.json").unlink()
+    refused = pytest.raises(WorkspaceError, match=rf"{run} waits for its start.*nothing was")
+    with lock(run), refused:  # held while the run waits for the host's devices
+        old_artifacts(workspace, 7)
+    assert later.directory in [item.path for item in old_artifacts(workspace, 7)]
+
+
+_MANIFEST = {
+    "stage": "train",
+    "version": 1,
+    "key": "feed",
+    "parameters": {},
+    "inputs": {},
+    "files": {},
+    "counts": {},
+    "duration": 1.0,
+}

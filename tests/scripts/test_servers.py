@@ -55,6 +55,30 @@ def test_invalid_port_is_refused(idle: Clone, port: str) -> None:
     assert f"PREFECT_PORT is {port!r}" in result.stderr
 
 
+def test_one_port_for_both_servers_is_refused(idle: Clone) -> None:
+    port = str(idle.ports[0])
+    result = idle.servers("start", PREFECT_PORT=port, MLFLOW_PORT=port)
+    assert result.returncode == 2
+    assert f"PREFECT_PORT and MLFLOW_PORT are both {port}" in result.stderr
+    assert not (idle.workspace / "servers.json").exists()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_stop_removes_only_the_prefect_toml_of_its_servers(idle: Clone, own: bool) -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in idle.ports]
+    idle.workspace.mkdir()
+    state = {"token": "0" * 16, "prefect_url": urls[0], "mlflow_url": urls[1], "processes": {}}
+    (idle.workspace / "servers.json").write_text(json.dumps(state))
+    toml = idle.root / "prefect.toml"
+    address = f"{urls[0] if own else 'http://127.0.0.1:1'}/api"
+    toml.write_text(
+        f'# Written by `make server`; `make stop` removes it.\napi = {{ url = "{address}" }}\n'
+    )
+    assert idle.servers("stop").returncode == 0
+    assert not (idle.workspace / "servers.json").exists()
+    assert toml.exists() is not own
+
+
 def test_prefect_toml_of_the_user_is_not_overwritten(idle: Clone) -> None:
     (idle.root / "prefect.toml").write_text("debug_mode = true\n")
     result = idle.servers("start")

@@ -165,3 +165,22 @@ def test_losses_by_position_are_logged_once_and_agree_with_those_of_training(
     log_losses_by_position(tracking, run_id, [changed], timestamp_ms=later + 1)
     assert history("validation/loss_by_position/0000000") == [(4.0, 100), (3.5, 100)]
     assert history("validation/loss_by_position/0000004") == [(2.0, 100), (2.5, 100)]
+
+
+def test_models_stay_in_the_experiment_of_a_continued_run(
+    tracking: Tracking,
+    log: EventLog,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    forward: Callable[[], str],
+) -> None:
+    log.checkpoint(100, 3.0)
+    run_id = forward()
+    log.checkpoint(200, 1.0)
+    other = Tracking(tracking.workspace, "other")
+    assert Forwarder(other, run_directory, config, facts).flush() == run_id
+    log_perplexities(other, run_id, {100: {"test_ppl": 5.0}}, datasets={}, timestamp_ms=1)
+    table = kept_models(tracking, run_id)
+    assert iterations(table) == [200, 100]
+    assert metric(table[1], "test_ppl") == 5.0

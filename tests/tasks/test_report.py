@@ -376,12 +376,11 @@ def test_places_name_the_report_and_its_page_in_mlflow(
 ) -> None:
     monkeypatch.setattr("tasks._publication.shown_by", lambda tracking: server)
     monkeypatch.setattr("tasks._publication.standing", lambda *names: "alias candidate")
-    run = SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
     tracking: Any = SimpleNamespace(
         errors=lambda action: nullcontext(),
-        client=SimpleNamespace(get_run=lambda run_id: run),
         experiment="pretrain",
         experiment_id="7",
+        experiment_of=lambda run_id: "7",
     )
     receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
     write_json(tmp_path / RECEIPT, receipt)

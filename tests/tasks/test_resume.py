@@ -15,7 +15,7 @@ from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
 from tasks import _resume, train
-from tasks._resume import check_resumed, warn_of_other_runs
+from tasks._resume import check_resumed, warn_of_other_data, warn_of_other_runs
 from tasks.train import run_key, train_key
 from tests.tasks.conftest import make_config
 
@@ -163,3 +163,22 @@ def test_restart_of_a_resumed_run_logs_how_to_resume_it(
     )
     warn_of_other_runs(make_config())
     assert f"resumed from {first}; to continue it, set resume.checkpoint to that" in log.text
+
+
+def test_new_run_with_the_same_configuration_on_other_data_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    runs = tmp_path / "runs"
+    path = checkpoint(runs / "old" / "checkpoints" / "iter_0000009", make_config(), 9)
+    write_json(runs / "old" / "run.json", {"config": make_config().model_dump(mode="json")})
+    warn_of_other_data(make_config(), runs / "old")
+    warn_of_other_data(changed(optim={"lr": 0.5}), runs / "new")
+    assert log.text == ""
+    longer = changed(train={"train_iters": 50})
+    warn_of_other_data(longer, runs / "new")
+    assert f"this is a new run, although {path} has the same configuration" in log.text
+    log.clear()
+    checkpoint(runs / "new" / "checkpoints" / "iter_0000001", longer, 1)
+    warn_of_other_data(longer, runs / "new")
+    assert log.text == ""
