@@ -172,7 +172,7 @@ def measured(team: Team) -> dict[int, float]:
 def best(team: Team, measured: dict[int, float]) -> Best:
     """Return the best checkpoint as training measured it, with the test PPL of `evaluate`."""
     iteration = min(measured, key=lambda iteration: measured[iteration])
-    (test_ppl,) = set(re.findall(rf"iteration {iteration} \| .*test PPL: ([0-9.]+)", team.log))
+    (test_ppl,) = set(re.findall(rf"iteration {iteration} \| .*test_ppl: ([0-9.]+)", team.log))
     return Best(iteration, f"{measured[iteration]:.2f}", f"{float(test_ppl):.2f}")
 
 
