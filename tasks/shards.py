@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
@@ -18,7 +19,7 @@ from megacore.artifact.build import remove_tree
 from megacore.config import RunConfig
 from megacore.config.data import DataConfig
 from megacore.errors import ConfigError, WorkerLostError
-from megacore.launch.exit_reason import die_with_parent
+from megacore.launch.workers import WorkerPool
 from tasks._cache import StageResult, build, stage_task
 from tasks._retry import retry_delays
 from tasks._tokens import tokenize_key, tokenize_options
@@ -154,13 +155,37 @@ def _outcome(
         return error
 
 
+class _ProcessRunner(ProcessPoolTaskRunner):
+    """Prefect's runner on a WorkerPool, whose processes end with the flow.
+
+    Prefect's own pool does not see the end of the newest process until another one has a result.
+    """
+
+    _executor: WorkerPool | None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        pool: Any = self._executor  # no process has started yet
+        self._executor = WorkerPool(self._max_workers, pool._initializer, pool._initargs)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._executor is not None:
+            self._executor.kill()  # a cancelled flow does not wait for the end of the shards
+        super().__exit__(kind, error, trace)
+
+
 def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
     """Return the runner of the shards. Raises ConfigError if it is Dask but not installed."""
     if data.shard_runner == "threads":
         return ThreadPoolTaskRunner(max_workers=data.shard_workers)
     if data.shard_runner == "processes":
-        # Without this initializer, the pool's processes would outlive a killed flow.
-        return ProcessPoolTaskRunner(max_workers=data.shard_workers, initializer=die_with_parent)
+        return _ProcessRunner(max_workers=data.shard_workers)
     try:
         from prefect_dask import DaskTaskRunner  # type: ignore[attr-defined]
     except ImportError as error:

@@ -18,10 +18,23 @@ Result = TypeVar("Result")
 class WorkerPool(ProcessPoolExecutor):
     """A pool of spawned processes; an error in its `with` block kills them."""
 
-    def __init__(self, processes: int) -> None:
-        """Create the pool; its processes start with the first tasks."""
+    def __init__(
+        self,
+        processes: int,
+        initializer: Callable[..., object] | None = None,
+        arguments: tuple[Any, ...] = (),
+    ) -> None:
+        """Create the pool; its processes start with the first tasks.
+
+        `initializer` is called in each process, with `arguments`.
+        """
         self._recorder = _RecordingContext()
-        super().__init__(processes, mp_context=self._recorder, initializer=_end_with_parent)
+        super().__init__(
+            processes,
+            mp_context=self._recorder,
+            initializer=_begin,
+            initargs=(initializer, arguments),
+        )
 
     def submit(
         self, fn: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs
@@ -85,6 +98,12 @@ class _RecordingContext(SpawnContext):
         process = SpawnProcess(*values, **named)
         self.started.append(process)
         return process
+
+
+def _begin(initializer: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
+    _end_with_parent()
+    if initializer is not None:
+        initializer(*arguments)
 
 
 def _end_with_parent() -> None:

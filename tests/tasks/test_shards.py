@@ -1,8 +1,11 @@
 """Tests of tokenizing one shard of a corpus as a task."""
 
 import logging
+import os
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,3 +68,35 @@ def test_a_file_that_changes_after_its_shard_is_refused_by_the_merge(
     config = load_config("gpt2-tiny", {"data.shard_mb": 1})
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
         shards.tokenize_in_shards(config, *artifacts(tmp_path), None, tmp_path / "out", [])
+
+
+def test_end_of_the_newest_process_is_seen_while_another_shard_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start: Any = getattr(ProcessPoolExecutor, "_spawn_process")  # noqa: B009 (private)
+
+    def start_slowly(pool: ProcessPoolExecutor) -> None:
+        time.sleep(0.5)  # until the pool waits for the processes that it has
+        start(pool)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", start_slowly)
+    overrides = {"data.shard_runner": "processes", "data.shard_workers": 2, "data.shard_mb": 1}
+    runner: Any = shards.shard_runner(load_config("gpt2-tiny", overrides).data)
+    runner.__enter__()
+    try:
+        runner._executor.submit(time.sleep, 50)
+        newest = runner._executor.submit(os._exit, 1)
+        with pytest.raises(BrokenProcessPool):
+            newest.result(40)
+    finally:
+        runner.__exit__(None, None, None)
+
+
+def test_a_cancelled_flow_does_not_wait_for_its_shards() -> None:
+    overrides = {"data.shard_runner": "processes", "data.shard_workers": 1, "data.shard_mb": 1}
+    runner: Any = shards.shard_runner(load_config("gpt2-tiny", overrides).data)
+    start = time.monotonic()
+    runner.__enter__()
+    runner._executor.submit(time.sleep, 50)
+    runner.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert time.monotonic() - start < 40
