@@ -64,17 +64,19 @@ def file_format_of(path: str | Path) -> FileFormat:
     return file_format
 
 
-def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
+def decompress(path: str | Path, file_format: FileFormat, start: int = 0) -> Iterator[bytes]:
     """Yield the decompressed content of a gzip or zstd file in pieces of at most 1 MiB.
 
-    A file may consist of several frames. Raises DamagedFileError if it is damaged or truncated,
-    DataFormatError if it unpacks to far more than text does, FileAccessError.
+    A file may consist of several frames, of which those from byte `start` on are read. Raises
+    DamagedFileError if it is damaged or truncated, DataFormatError if it unpacks to far more than
+    text does, FileAccessError.
     """
     import zstandard  # imported here because only compressed files need it
 
     size = 0
     try:
         with open_file(path) as file:
+            file.seek(start)
             for piece in _gunzip(file) if file_format == "gzip" else _unzstd(file):
                 size += len(piece)
                 if size > _UNPACKED_BYTES and size > _UNPACKED_RATIO * file.tell():

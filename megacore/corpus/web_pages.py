@@ -4,29 +4,48 @@ The corpus refers to the files by path. Only the stage curate reads them, since 
 HTML, or text of which most is not worth training on.
 """
 
+import codecs
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
 from megacore.config.data import WarcSource
 from megacore.corpus import local_files
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.formats import open_file, too_large, unreadable
+from megacore.corpus.formats import decompress, open_file, too_large, unreadable
 from megacore.corpus.segments import Segment, page_segments
 from megacore.errors import ConfigError, DamagedFileError
 
+_VERSION = 2
+"""Version of what is read of a page, in the keys of the stages that read web pages."""
 _CUT_BYTES = 1 << 22
 """Least number of bytes on disk between two places at which a file may be cut into segments."""
 _PIECE_BYTES = 1 << 16
+_GZIP = b"\x1f\x8b"
 _HTML = ("text/html", "application/xhtml+xml")
 _META_BYTES = 1024
 """Beginning of a page in which HTML names its encoding, as in the HTML standard."""
 _META = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
+_READ_AS = {
+    "ascii": "cp1252",
+    "big5": "big5hkscs",
+    "euc_kr": "cp949",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "shift_jis": "cp932",
+    "tis-620": "cp874",
+}
+"""Encodings whose names the Encoding Standard of the web gives to a larger one, as pages do."""
+_DAMAGED_CHARACTERS = 0.1
+"""Invalid sequences, as a share of the others that are not ASCII, below which a page is UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +72,12 @@ def check_installed() -> None:
 
 
 def fingerprint(source: WarcSource) -> dict[str, Any]:
-    """Return path, size and modification time of every file in order. Raises ConfigError."""
+    """Return the version, and path, size and modification time of every file in order.
+
+    Raises ConfigError.
+    """
     check_installed()
-    return local_files.fingerprint(source)
+    return local_files.fingerprint(source) | {"pages": _VERSION}
 
 
 def collect(source: WarcSource, directory: Path) -> dict[str, int]:
@@ -129,6 +151,7 @@ def _records(path: str, start: int, stop: int | None) -> Iterator[tuple[int, Any
     from warcio.archiveiterator import WARCIterator
 
     with _damage(path), open_file(path) as file:
+        begin, record = start, None
         file.seek(start)
         records = WARCIterator(file)
         for record in records:
@@ -138,11 +161,24 @@ def _records(path: str, start: int, stop: int | None) -> Iterator[tuple[int, Any
             yield begin, record
             while record.raw_stream.read(_PIECE_BYTES):
                 pass
-            if getattr(record.raw_stream, "limit", 0):
-                raise DamagedFileError(
-                    f"{path} has a record at byte {begin:,} that is cut off or damaged: fetch the "
-                    "whole file again"
-                )
+            length = record.rec_headers.get_header("Content-Length", "")  # the last of some writers
+            if not length.isdigit() or getattr(record.raw_stream, "limit", 0) > 0:
+                raise _cut_off(path, begin)
+        # warcio takes a header that is cut off, or a damaged member of gzip, for the end of a file.
+        if records.next_line or (record is None and file.seek(0, SEEK_END) > start):
+            raise _cut_off(path, records.offset)
+        file.seek(begin)
+        compressed = file.read(len(_GZIP)) == _GZIP
+    if compressed:
+        for _ in decompress(path, "gzip", begin):
+            pass
+
+
+def _cut_off(path: str, begin: int) -> DamagedFileError:
+    return DamagedFileError(
+        f"{path} has a record at byte {begin:,} that is cut off or damaged: fetch the whole file "
+        "again"
+    )
 
 
 @contextmanager
@@ -154,7 +190,13 @@ def _damage(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ArchiveLoadFailed, StatusAndHeadersParserException, EOFError, zlib.error) as error:
+    except (
+        ArchiveLoadFailed,
+        StatusAndHeadersParserException,
+        EOFError,
+        zlib.error,
+        AttributeError,  # from warcio, for a response without an address
+    ) as error:
         raise _no_warc(path, error) from error
 
 
@@ -185,12 +227,21 @@ def _unpacks(record: Any) -> bool:
     """Return True unless a response is compressed in a way that cannot be read here."""
     from warcio.bufferedreaders import BufferedReader
 
-    packing = record.http_headers.get_header("Content-Encoding", "").strip().lower()
+    packing = _coding(record, "Content-Encoding")
     return packing in ("", "identity", *BufferedReader.get_supported_decompressors())
+
+
+def _coding(record: Any, header: str) -> str:
+    """Return the coding that a header of a response names, as warcio spells it."""
+    value: str = record.http_headers.get_header(header, "")
+    return value.strip().lower().removeprefix("x-")
 
 
 def _content(record: Any, path: str, number: int, limit: int) -> bytes:
     """Return a page's bytes, unpacked. Raises DataFormatError for more than `limit`."""
+    if record.http_headers:
+        for header in ("Content-Encoding", "Transfer-Encoding"):
+            record.http_headers.replace_header(header, _coding(record, header))
     content: bytes = record.content_stream().read(limit + 1)
     if len(content) > limit:
         raise too_large(f"{path} page {number}", f"more than {limit:,} bytes", limit)
@@ -208,14 +259,46 @@ def _decoded(content: bytes, charset: str | None, *, is_html: bool) -> str | Non
     """Return a text that is UTF-8, or in the encoding that is named or detected; else None."""
     from charset_normalizer import from_bytes
 
+    if (text := _utf8(content)) is not None:
+        return text
     meta = _META.search(content[:_META_BYTES]) if is_html else None
-    for name in ("utf-8", charset, meta and meta[1].decode("ascii", "ignore")):
-        try:
-            if name:
-                text = content.decode(name)
-                text.encode()  # some encodings have halves of surrogate pairs
+    for label in (charset, meta and meta[1].decode("ascii", "ignore")):
+        for name in _encodings(label):
+            if (text := _strictly(content, name)) is not None:
                 return text
-        except (UnicodeError, LookupError):
-            continue
     best = from_bytes(content).best()
     return None if best is None else str(best)
+
+
+def _utf8(content: bytes) -> str | None:
+    """Return the text of a page that is UTF-8, except for few damaged characters, or None."""
+    text = _strictly(content, "utf-8")
+    if text is not None:
+        return text
+    text = content.decode("utf-8", "replace")
+    damaged = text.count("\ufffd")
+    whole = len(text) - len(text.encode("ascii", "ignore")) - damaged
+    return text if damaged < _DAMAGED_CHARACTERS * whole else None
+
+
+def _encodings(label: str | None) -> list[str]:
+    """Return Python's names of the encodings to try for the name that a page has for its own."""
+    try:
+        name = codecs.lookup(label or "").name
+    except (LookupError, UnicodeError):
+        return []
+    return [_READ_AS[name], name] if name in _READ_AS else [name]
+
+
+def _strictly(content: bytes, name: str) -> str | None:
+    """Return the decoded text, without a last character that is cut off, or None."""
+    try:
+        text = content.decode(name)
+        text.encode()  # some encodings have halves of surrogate pairs
+        return text
+    except UnicodeDecodeError as error:
+        # Crawlers cut long pages at a byte.
+        whole = content[: error.start]
+        return _strictly(whole, name) if whole and error.end == len(content) else None
+    except (UnicodeError, LookupError):
+        return None

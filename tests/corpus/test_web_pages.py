@@ -46,8 +46,13 @@ def response(
     kind: str = "text/html",
     status: str = "200 OK",
     packing: str = "identity",
+    transfer: str = "",
 ) -> None:
-    headers = [("Content-Type", kind), ("Content-Encoding", packing)]
+    headers = [
+        ("Content-Type", kind),
+        ("Content-Encoding", packing),
+        ("Transfer-Encoding", transfer),
+    ]
     writer.write_record(
         writer.create_warc_record(
             f"http://site.example/{number}",
@@ -174,8 +179,29 @@ def test_html_without_an_extraction_is_refused(tmp_path: Path) -> None:
         (html(0, "cp1252").replace(b"charset", b""), "text/html; charset=cp1252", "naïve"),
         (html(0).replace(b"charset", b""), "text/html", "naïve"),
         (("Съешь ещё этих мягких французских булок. " * 9).encode("cp1251"), "text/html", "Съешь"),
+        (
+            ("It’s naïve. " * 9).encode("cp1252"),
+            "text/html; charset=ISO-8859-1",
+            "It’s naïve. It’s",
+        ),
+        ("<meta charset=gb2312>朱镕基說".encode("gb18030"), "text/html", "朱镕基說"),
+        ("naïve “€".encode()[:-1], "text/html; charset=utf-8", "naïve “"),
+        ("naïve 漢".encode("euc_jp")[:-1], "text/html; charset=euc-jp", "naïve "),
+        (("It’s naïve. " * 9).encode() + b"\x92", "text/html; charset=latin-1", "It’s naïve. It’s"),
+        (("It’s naïve. " * 9).encode() + b"\x92.", "text/html; charset=latin-1", "naïve. \ufffd."),
     ],
-    ids=["meta", "server", "utf-8", "detected"],
+    ids=[
+        "meta",
+        "server",
+        "utf-8",
+        "detected",
+        "larger encoding",
+        "larger encoding of meta",
+        "cut off",
+        "cut off in another encoding",
+        "end of utf-8 damaged",
+        "utf-8 damaged",
+    ],
 )
 def test_pages_are_decoded(content: bytes, kind: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
@@ -202,6 +228,36 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(DamagedFileError, match=f"{name} (has a record|is no WARC file)"):
             collect(source_of(path), tmp_path)
+
+
+@pytest.mark.parametrize("packing", ["gzip", "x-gzip", "GZip"])
+@pytest.mark.parametrize("transfer", ["chunked", "Chunked"])
+def test_responses_are_unpacked(packing: str, transfer: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    content = gzip.compress(html(0))
+    content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
+    with open(path, "wb") as file:
+        response(WARCWriter(file, gzip=False), 0, content, packing=packing, transfer=transfer)
+    (page,) = web_pages.read_pages(Segment(str(path), "", first_page=1), LIMIT)
+    assert page.text == html(0).decode()
+
+
+@pytest.mark.parametrize(("name", "end"), [("a.warc.gz", b""), ("a.warc", b"\r\n\r\n")])
+def test_a_file_that_is_cut_off_anywhere_in_its_last_record_is_refused(
+    name: str, end: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    with open(path, "wb") as file:
+        writer = WARCWriter(file, gzip=path.suffix == ".gz")
+        response(writer, 0, b"<html>")
+        last = file.tell()
+        response(writer, 1, b"<html>")
+    whole = path.read_bytes()
+    assert web_pages._scan(str(path))[1] == 2
+    for size in range(last + 1, len(whole) - len(end)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DamagedFileError):
+            web_pages._scan(str(path))
 
 
 def test_a_page_over_the_limit_is_named(tmp_path: Path) -> None:
