@@ -1,6 +1,7 @@
 """Interface between the follower and a scheduler, with the scheduler's commands and templates."""
 
 import json
+import os
 import secrets
 import shlex
 import signal
@@ -20,6 +21,11 @@ TIMEOUT = 60.0
 """Seconds for a command to answer; the scheduler may be busy."""
 TIMED_OUT = 124
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+_PREFERENCES = ("SLURM_CLUSTERS", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT_")
+"""Beginnings of variables with a user's preferences for Slurm's programs.
+
+They could hide a job, spare it, or ask before its end.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,15 @@ def run(
     The command ignores SIGTERM. The guard sends that to all processes when the job must be
     cancelled, and commands like this one are needed to cancel it.
 
+    Without `env` it gets the variables of this process, except preferences for Slurm's programs.
+
     Raises:
         LaunchError: the command is not installed.
     """
+    if env is None:
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith(_PREFERENCES)
+        }
     try:
         return subprocess.run(
             command,

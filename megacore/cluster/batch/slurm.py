@@ -27,7 +27,7 @@ from megacore.errors import (
     MemoryExhaustedError,
     RankLostError,
 )
-from megacore.launch.guard import JOB_VARIABLE
+from megacore.launch.guard import JOB_VARIABLE, NOT_FOUND
 
 REMOVE_LIMIT = 180.0
 """Seconds to wait until the cancelled job of an earlier attempt has ended."""
@@ -426,7 +426,8 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
     """Return the ids of jobs that have not ended; the name if Slurm is silent.
 
     A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a second
-    copy of a job.
+    copy of a job. A job with the id but another name is not meant: another cluster, where the same
+    workspace is mounted, gave it the id.
 
     Raises LaunchError if this host does not belong to a cluster.
     """
@@ -443,7 +444,11 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
     return {
         each
         for each, found in records.items()
-        if found is None or any(record.get("JobState") not in ENDED for record in found)
+        if found is None
+        or any(
+            record.get("JobState") not in ENDED and record.get("JobName") == name.split()[0]
+            for record in found
+        )
     }
 
 
@@ -474,7 +479,7 @@ def accounted(job: str) -> dict[str, str]:
     # Only these fields: sacct refuses the whole command for an unknown field, and Restarts is newer
     # than Slurm 22.05.
     names = ("State", "ExitCode", "NodeList", "Timelimit")
-    done = run(
+    done = _run_if_installed(
         [
             "sacct",
             "--noheader",
@@ -489,9 +494,9 @@ def accounted(job: str) -> dict[str, str]:
         if done.returncode == 0 and done.stdout.strip()
         else []
     )
-    if len(fields) != len(names):
+    state, _, by = fields[0].partition(" ") if len(fields) == len(names) else ("", "", "")
+    if state not in ENDED:  # accounting waits for an end that nobody reports any more
         return {}
-    state, _, by = fields[0].partition(" ")
     record = dict(
         zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True)
     )
@@ -500,7 +505,15 @@ def accounted(job: str) -> dict[str, str]:
 
 def down_nodes(nodes: str) -> str:
     """Return the names of a job's nodes that are down according to Slurm."""
-    done = run(
+    done = _run_if_installed(
         ["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N"]
     )
     return ", ".join(sorted(set(done.stdout.split()))) if done.returncode == 0 else ""
+
+
+def _run_if_installed(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a program that is not required; without it the result has the code NOT_FOUND."""
+    try:
+        return run(command)
+    except LaunchError as error:
+        return subprocess.CompletedProcess(command, NOT_FOUND, "", str(error))

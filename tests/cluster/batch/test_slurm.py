@@ -10,7 +10,7 @@ import pytest
 
 from megacore.artifact.files import read_json
 from megacore.cluster.batch.node import slurm_node
-from megacore.cluster.batch.scheduler import End, Submission
+from megacore.cluster.batch.scheduler import End, Submission, run
 from megacore.cluster.batch.slurm import SlurmJob, accounted, exported
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch, start_batch
@@ -190,6 +190,11 @@ def test_end_of_a_forgotten_job_is_read_from_accounting(
     assert look.end is not None
     assert type(look.end.error) is RankLostError
     assert "does not know job" in str(look.end.error)
+    answers["sacct"] = (0, "PENDING|0:0||12:00:00\n", "")  # its end was lost with the controller
+    look = job.look()
+    assert look is not None
+    assert look.end is not None
+    assert type(look.end.error) is RankLostError
     answers["sacct"] = (0, "CANCELLED by 0|0:15|n1|12:00:00\n", "")
     look = job.look()
     assert look is not None
@@ -216,6 +221,54 @@ def test_accounting_requests_only_fields_of_every_version(
     assert set(fields) <= {"State", "ExitCode", "NodeList", "Timelimit"}
 
 
+def test_a_job_ends_with_its_reason_without_the_programs_that_are_not_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sacct and sinfo give details; a host of the flow may lack them."""
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for script, kind, text in (
+        (f"echo '{answer('NODE_FAIL')[1]}'", HostLostError, r"n\[1-2\] failed, and job"),
+        ("echo 'Invalid job id specified' >&2; exit 1", RankLostError, "does not know job"),
+    ):
+        scontrol.write_text(f"#!/bin/sh\n{script}\n")
+        scontrol.chmod(0o755)
+        look = SlurmJob(spec(launch(), tmp_path)).look()
+        assert look is not None
+        assert look.end is not None
+        assert type(look.end.error) is kind
+        assert re.search(text, str(look.end.error))
+
+
+def test_preferences_of_the_user_do_not_reach_slurms_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them squeue hides jobs, scancel spares them, and all ask another cluster."""
+    for name in ("SCANCEL_INTERACTIVE", "SCANCEL_STATE", "SQUEUE_PARTITION", "SLURM_CLUSTERS"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SLURM_CONF", "/c")
+    shown = run(["env"]).stdout.splitlines()
+    assert "SLURM_CONF=/c" in shown
+    assert not [line for line in shown if line.endswith("=x")]
+
+
+def test_a_job_of_another_name_with_the_recorded_id_is_spared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another cluster with the same workspace gave the id to somebody else's job."""
+    cancelled = []
+
+    def scripted(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        cancelled.extend([command] if command[0] == "scancel" else [])
+        found = answer("RUNNING")[1] if command[0] == "scontrol" else ""
+        return subprocess.CompletedProcess(command, 0, found, "")
+
+    monkeypatch.setattr("megacore.cluster.batch.slurm.run", scripted)
+    monkeypatch.setattr("megacore.cluster.batch.slurm.REMOVE_LIMIT", -1.0)
+    SlurmJob(spec(launch(), tmp_path)).remove(Submission("t", "12"))
+    assert cancelled == []
+
+
 def test_earlier_job_is_removed_only_on_a_positive_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, tuple[int, str, str]]
 ) -> None:
@@ -238,7 +291,8 @@ def test_earlier_job_is_removed_only_on_a_positive_answer(
     job.remove(known)
     answers["scontrol"] = answer("CANCELLED")
     job.remove(known)
-    answers["scontrol"] = answer("RUNNING")
+    code, text, errors = answer("RUNNING")
+    answers["scontrol"] = code, text.replace("run-1", job.name("t")), errors
     with pytest.raises(LaunchError, match="does not end although it was cancelled"):
         job.remove(known)
 
@@ -285,6 +339,7 @@ def test_batch_script_requests_the_configured_resources(tmp_path: Path) -> None:
     options = [
         line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")
     ]
+    assert " --cpu-bind=none " in text  # the ranks of a node must not share one core
     assert options[1:] == [
         "--nodes=2-4",
         "--ntasks-per-node=1",
