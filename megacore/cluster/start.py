@@ -30,7 +30,7 @@ from megacore.cluster.hosts.plan import (
     visible_devices,
 )
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python
-from megacore.config.hostfile import devices_of, hosts_of, is_only_here
+from megacore.config.hostfile import devices_of, hosts_of, is_only_here, is_this_machine
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostsSilentError
 from megacore.hardware import DEVICE_VARIABLE, Hardware
@@ -75,10 +75,12 @@ def start_ranks(
         env: additional variables for each rank.
 
     Raises:
-        ConfigError: the hostfile or the file of variables cannot be read.
+        ConfigError: the hostfile or the file of variables cannot be read, or a selected GPU of
+            this host is hidden.
         LaunchError: there are other hosts and ssh is not installed.
     """
     hosts = job.hosts or hosts_of(launch)
+    _check_devices(launch)
     env = {**_device_of(launch), **(env or {})}
     if launch.has_scheduler:
         from megacore.cluster.batch.start import start_batch
@@ -243,6 +245,7 @@ def check_launcher(launch: LaunchConfig) -> None:
 
         check_batch(launch)
     check_ssh(hosts_of(launch))
+    _check_devices(launch)
     if launch.ssh_config is not None and not Path(launch.ssh_config).is_file():
         raise ConfigError(
             f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config"
@@ -250,6 +253,24 @@ def check_launcher(launch: LaunchConfig) -> None:
     endpoint(launch.rdzv_endpoint)
     if launch.env_file is not None:
         read_env_file(Path(launch.env_file))
+
+
+def _check_devices(launch: LaunchConfig) -> None:
+    """Raise ConfigError for a selected GPU of this host that CUDA_VISIBLE_DEVICES leaves out.
+
+    The GPU may be another job's: on a shared host a scheduler sets the variable.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if not visible or not Hardware.detect().gpus:
+        return
+    for host, numbers in devices_of(launch).items():
+        hidden = {*map(str, numbers)} - {name.strip() for name in visible.split(",")}
+        if hidden and is_this_machine(host):
+            raise ConfigError(
+                f"launch.include and launch.exclude select GPU {', '.join(sorted(hidden))} of "
+                f"{host}, and CUDA_VISIBLE_DEVICES here is {visible}, without it: select GPUs of "
+                "the variable, or unset it if they are yours"
+            )
 
 
 def ssh_of(launch: LaunchConfig) -> Ssh:

@@ -85,6 +85,22 @@ def test_included_slots_select_gpus_of_the_local_host(tmp_path: Path) -> None:
         assert started.env["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
+def test_gpus_that_a_scheduler_hid_on_this_host_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = hostfile(tmp_path, "localhost slots=4\n")
+    hardware = Hardware(8, 2**36, (Gpu("H100", 80 * 2**30),) * 2)
+    monkeypatch.setattr(Hardware, "detect", lambda: hardware)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 2")
+    values: dict[str, Any] = {"hostfile": hosts, "nproc_per_node": "auto"}
+    for refused in (check, lambda **launch: start(tmp_path, **launch)):
+        with pytest.raises(ConfigError, match=r"GPU 3 of localhost, and CUDA_VISIBLE_DEVICES here"):
+            refused(**values, include=["localhost:1,3"])
+    chosen = start(tmp_path, **values, include=["localhost:1,2"])
+    assert chosen.env["CUDA_VISIBLE_DEVICES"] == "1,2"
+    check(**values)
+
+
 def test_job_reduced_to_the_local_host_has_its_slots_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
