@@ -58,6 +58,27 @@ make_venv() {
     "$python" -m venv --clear "$venv"
 }
 
+# An installation from here would let another clone with the same .venv, such as one that a link leads to, run our code.
+check_owner() {
+    local other
+    other=$("$python" - "$venv" <<'EOF'
+import glob, json, os, sys
+from urllib.parse import unquote, urlsplit
+
+venv = sys.argv[1]
+for path in glob.glob(f"{venv}/lib/python*/site-packages/megacore-*.dist-info/direct_url.json"):
+    with open(path, encoding="utf-8") as file:
+        other = unquote(urlsplit(json.load(file)["url"]).path)
+    theirs = os.path.join(other, venv)
+    shared = os.path.islink(venv) or (os.path.exists(theirs) and os.path.samefile(theirs, venv))
+    if shared and os.path.isdir(other) and not os.path.samefile(other, "."):
+        print(other)
+EOF
+    )
+    [ -z "$other" ] ||
+        fail "$venv is shared with $other, whose megacore is installed in it: remove the link (rm $venv) and run the same command again, which makes one for this clone"
+}
+
 # TORCH, or what an earlier call recorded, replaces the pin of torch. A torch with other requirements (setuptools<82 in
 # 2.11 and 2.12) must not meet that pin, so pip chooses one that can build megacore.
 choose_torch() {
@@ -105,6 +126,7 @@ install() {
 check_python
 check_compiler
 check_headers
+check_owner
 make_venv
 choose_torch
 rm -f "$venv/.installed"

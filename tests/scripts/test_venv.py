@@ -1,5 +1,6 @@
 """Requirements that `make venv` checks, and the order of its installations."""
 
+import json
 import os
 import shutil
 import stat
@@ -135,6 +136,22 @@ def test_torch_is_installed_first_and_all_packages_are_constrained(machine: Mach
     assert "torch" in installs[0].split()
     assert installs[1].endswith("-e .[dev,deepspeed]")
     assert "--no-build-isolation" in installs[1]
+
+
+def test_environment_of_another_clone_is_not_taken_over(machine: Machine, tmp_path: Path) -> None:
+    other = tmp_path / "other clone"
+    record = other / ".venv/lib/python3.12/site-packages/megacore-1.dist-info/direct_url.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"url": other.as_uri(), "dir_info": {"editable": True}}))
+    (machine.root / ".venv").symlink_to(other / ".venv")
+    assert f".venv is shared with {other}, whose megacore is" in refusal(machine)
+    assert "-m pip install" not in machine.calls.read_text()
+    record.write_text(json.dumps({"url": machine.root.as_uri()}))
+    assert machine.run().returncode == 0
+    (machine.root / ".venv").unlink()  # a copy is not shared
+    record.write_text(json.dumps({"url": other.as_uri()}))
+    shutil.copytree(other / ".venv", machine.root / ".venv")
+    assert machine.run().returncode == 0
 
 
 def test_make_installs_again_only_if_an_input_changes(machine: Machine) -> None:
