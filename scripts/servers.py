@@ -15,6 +15,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,16 +89,22 @@ class Servers:
     """True if runs write to MLflow's server instead of to its store."""
     generated: list[str] = field(default_factory=list)
     """Servers that ask for the workspace's generated password: Prefect, MLflow or both."""
+    host: str = ""
+    """Host of the processes; empty in records of earlier versions."""
 
     @classmethod
     def read(cls, path: Path) -> "Servers | None":
-        """Read the record, or return None if nothing was started. Raises LaunchError if damaged."""
+        """Read the record, or return None if nothing was started.
+
+        Raises LaunchError if it is damaged, or of another host with the same workspace: from here
+        its processes can be neither seen nor ended.
+        """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["processes"] = {
                 name: Started(**entry) for name, entry in values["processes"].items()
             }
-            return cls(**values)
+            servers = cls(**values)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -105,6 +112,12 @@ class Servers:
                 f"{path} is damaged ({reason_of(error)}): end the servers by hand if they run, "
                 "then delete it"
             ) from error
+        if servers.host not in ("", socket.gethostname()):
+            raise LaunchError(
+                f"the servers of this workspace run on {servers.host}: use or end them there (make "
+                f"stop); if that host is gone, delete {path}"
+            )
+        return servers
 
     def write(self, path: Path) -> None:
         """Write the record."""
@@ -173,7 +186,9 @@ def start(workspace: Workspace) -> None:
     require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
     require_free_port(mlflow_port, "the MLflow server", "MLFLOW_PORT")
     urls = f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}"
-    servers = Servers(secrets.token_hex(8), *urls, tracked=runs_use_server())
+    servers = Servers(
+        secrets.token_hex(8), *urls, tracked=runs_use_server(), host=socket.gethostname()
+    )
     servers.write(state_file(workspace))
     try:
         if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == tracking_uri(workspace):

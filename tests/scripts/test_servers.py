@@ -79,6 +79,19 @@ def test_stop_removes_only_the_prefect_toml_of_its_servers(idle: Clone, own: boo
     assert toml.exists() is not own
 
 
+def test_servers_of_another_host_with_this_workspace_are_left_to_it(idle: Clone) -> None:
+    """A second start would let two servers write one database, a stop would forget the first."""
+    idle.workspace.mkdir()
+    state = {"token": "0" * 16, "prefect_url": "p", "mlflow_url": "m", "processes": {}}
+    record = json.dumps({**state, "host": "login-1"})
+    (idle.workspace / "servers.json").write_text(record)
+    for command in ("start", "stop"):
+        result = idle.servers(command)
+        assert result.returncode == 8
+        assert "the servers of this workspace run on login-1: use or end them" in result.stderr
+        assert (idle.workspace / "servers.json").read_text() == record
+
+
 def test_prefect_toml_of_the_user_is_not_overwritten(idle: Clone) -> None:
     (idle.root / "prefect.toml").write_text("debug_mode = true\n")
     result = idle.servers("start")
