@@ -343,9 +343,10 @@ def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
             f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
         )
     if address is not None:
-        endpoint, clause = str(address), f"main_process_ip of {name} is {address}"
+        host = f"[{address}]" if ":" in str(address) else str(address)  # an IPv6 address
+        endpoint, clause = host, f"main_process_ip of {name} is {address}"
         if port is not None:
-            endpoint, clause = f"{address}:{port}", f"{clause} and main_process_port {port}"
+            endpoint, clause = f"{host}:{port}", f"{clause} and main_process_port {port}"
         yield Claim("launch.rdzv_endpoint", endpoint, clause)
 
 

@@ -7,6 +7,7 @@ host; each rank finds its GPUs and reads the job itself. Imports no torch.
 import base64
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ DEFAULT_ENV_FILE = ".deepspeed_env"
 DeepSpeed's launcher reads the same file.
 """
 _LOCAL = "CUDA_VISIBLE_DEVICES"
+_ENDPOINT = re.compile(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+))(?::(?P<port>[0-9]{1,9}))?")
+"""Value of `launch.rdzv_endpoint`; the colons of an IPv6 address need brackets before a port."""
 _JOIN_LIMIT = 300
 """Seconds for the rendezvous of all hosts' launchers; some load torch from a slow file system."""
 
@@ -147,16 +150,17 @@ def _address(ssh: Ssh, host: str, other: str) -> str:
 def endpoint(setting: str | None) -> tuple[str | None, int | None]:
     """Return host and port of `launch.rdzv_endpoint`, with None for what it leaves out.
 
-    Raises ConfigError.
+    An IPv6 address is returned without its brackets. Raises ConfigError.
     """
     if setting is None:
         return None, None
-    host, colon, port = setting.rpartition(":")
-    if not colon:
-        return setting, None
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ConfigError(f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`")
-    return host, int(port)
+    match = _ENDPOINT.fullmatch(setting)
+    if match is None or (match["port"] is not None and not 0 < int(match["port"]) < 2**16):
+        raise ConfigError(
+            f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`, and an IPv6 "
+            "address in brackets"
+        )
+    return match["address"] or match["host"], None if match["port"] is None else int(match["port"])
 
 
 def torchrun_command(

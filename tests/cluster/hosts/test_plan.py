@@ -144,7 +144,13 @@ def test_deepspeed_command_has_all_hosts_and_the_rank_of_its_host(
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [(None, (None, None)), ("node-1", ("node-1", None)), ("node-1:29500", ("node-1", 29500))],
+    [
+        (None, (None, None)),
+        ("node-1", ("node-1", None)),
+        ("node-1:29500", ("node-1", 29500)),
+        ("[fd00::1]", ("fd00::1", None)),
+        ("[fd00::1]:29500", ("fd00::1", 29500)),
+    ],
 )
 def test_endpoint_is_split_into_host_and_port(
     setting: str | None, expected: tuple[str | None, int | None]
@@ -152,7 +158,10 @@ def test_endpoint_is_split_into_host_and_port(
     assert endpoint(setting) == expected
 
 
-@pytest.mark.parametrize("setting", ["node-1:", ":29500", "node-1:0", "node-1:70000", "node-1:x"])
+@pytest.mark.parametrize(
+    "setting",
+    ["node-1:", ":29500", "node-1:0", "node-1:70000", "node-1:x", "fd00::1", "[fd00::1]29500"],
+)
 def test_invalid_endpoint_is_refused(setting: str) -> None:
     with pytest.raises(
         ConfigError, match=r"launch\.rdzv_endpoint is .*: write `host` or `host:port`"
