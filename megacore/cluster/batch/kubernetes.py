@@ -3,13 +3,24 @@
 import json
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import replace_file, workspace_errors
-from megacore.cluster.batch.scheduler import TIMEOUT, End, Look, Submission, one_line, render, run
+from megacore.cluster.batch.scheduler import (
+    TIMED_OUT,
+    TIMEOUT,
+    End,
+    Look,
+    Submission,
+    one_line,
+    pause,
+    render,
+    run,
+)
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.errors import (
     ConfigError,
@@ -40,6 +51,20 @@ _LOST_WITH_NODE = {
     "DeletionByTaintManager",
     "DeletionByPodGC",
 }
+_UNANSWERED = re.compile(
+    "unable to connect to the server|was refused|connection (?:refused|reset by peer)|i/o timeout|"
+    "handshake timeout|deadline exceeded|etcdserver:|"
+    r"from server \((?:InternalError|ServiceUnavailable|Timeout|TooManyRequests)\)",
+    re.IGNORECASE,
+)
+"""Messages of kubectl when the API server is restarted, overloaded or cannot be reached, or when
+JobSet's controller, which it asks, is."""
+_UNCONFIGURED = "localhost:8080"
+"""Server that kubectl asks where no other is configured."""
+_ANSWER_LIMIT = 180.0
+"""Seconds to ask an API server that does not answer."""
+_ANSWER_PAUSE = 10.0
+"""Seconds before it is asked again."""
 _LOG_LIMIT = 10.0
 """Seconds to wait for the end of the pods' output."""
 
@@ -117,11 +142,14 @@ class KubernetesJob:
         return [*self._kubectl("apply"), f"--filename={self.manifest}"]
 
     def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
-        """Write the manifest, apply it once, and return the submission with the JobSet's name."""
+        """Write the manifest, apply it, and return the submission with the JobSet's name.
+
+        It is applied again, under the same name, if the API server does not answer.
+        """
         self._name = self.name(submission.token)
         with workspace_errors(self.manifest):
             replace_file(self.manifest, self.text(submission.token).encode(), durable=False)
-        done = run(self.command())
+        done = _until_answered(self.command(), stopped)
         if done.returncode != 0:
             raise LaunchError(
                 f"kubectl cannot apply {self.manifest}: {one_line(done)}: "
@@ -132,7 +160,7 @@ class KubernetesJob:
     def remove(self, earlier: Submission) -> None:
         """Delete the JobSet of an earlier follower, and wait until its pods are gone."""
         name = self.name(earlier.token)
-        done = run(
+        done = _until_answered(
             [*self._delete(name), "--wait=true", f"--timeout={REMOVE_LIMIT:g}s"],
             timeout=REMOVE_LIMIT + TIMEOUT,
         )
@@ -300,6 +328,27 @@ class KubernetesJob:
 
     def _kubectl(self, verb: str) -> list[str]:
         return ["kubectl", verb, f"--namespace={self._spec.launch.kubernetes.namespace}"]
+
+
+def _until_answered(
+    command: list[str], stopped: Callable[[], bool] = lambda: False, *, timeout: float = TIMEOUT
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command of kubectl, again while the API server does not answer; return the last result.
+
+    It is not repeated after `_ANSWER_LIMIT` seconds, or if `stopped` returns True.
+    """
+    deadline = time.monotonic() + _ANSWER_LIMIT
+    while True:
+        done = run(command, timeout=timeout)
+        message = one_line(done)
+        unanswered = done.returncode == TIMED_OUT or bool(_UNANSWERED.search(message))
+        if done.returncode == 0 or not unanswered or _UNCONFIGURED in message:
+            return done
+        if stopped() or time.monotonic() > deadline:
+            return done
+        sys.stdout.write(f"kubernetes: no answer to kubectl ({message}); it is asked again\n")
+        sys.stdout.flush()
+        pause(_ANSWER_PAUSE, stopped)
 
 
 def waits_for(pod: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import secrets
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megacore.launch.watch import State
 TIMEOUT = 60.0
 """Seconds for a command to answer; the scheduler may be busy."""
 TIMED_OUT = 124
+_TICK = 0.25
+"""Seconds between two checks whether this process must end."""
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 _PREFERENCES = ("SLURM_CLUSTERS", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT_")
 """Beginnings of variables with a user's preferences for Slurm's programs.
@@ -163,6 +166,13 @@ def run(
         raise LaunchError(
             f"{command[0]} is not installed here: run the flow where it is"
         ) from error
+
+
+def pause(seconds: float, stopped: Callable[[], bool]) -> None:
+    """Wait some seconds, or until `stopped` returns True."""
+    end = time.monotonic() + seconds
+    while not stopped() and (remaining := end - time.monotonic()) > 0:
+        time.sleep(min(_TICK, remaining))
 
 
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:

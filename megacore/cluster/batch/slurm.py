@@ -16,6 +16,7 @@ from megacore.cluster.batch.scheduler import (
     Look,
     Submission,
     one_line,
+    pause,
     render,
     run,
 )
@@ -102,8 +103,6 @@ _ENDING = {"COMPLETING", "STAGE_OUT"}
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
 """Seconds between two checks of a job that is being cancelled."""
-_TICK = 0.25
-"""Seconds between two checks whether this process must end."""
 _SUBMISSIONS = 4
 """Tries to submit a job to a controller that does not answer."""
 _SUBMISSION_PAUSE = 10.0
@@ -377,7 +376,7 @@ def submit_until_answered(
         if tries == _SUBMISSIONS:
             break
         say(f"slurm: no answer to sbatch ({one_line(done)}); {what} is submitted again")
-        _wait(_SUBMISSION_PAUSE, stopped)
+        pause(_SUBMISSION_PAUSE, stopped)
         try:
             remove(submission)
         except LaunchError as error:
@@ -394,13 +393,6 @@ def submit_until_answered(
         f"{what} ({one_line(done)}): when `scontrol ping` says that it is up, start the same "
         f"command again, it {again}"
     ) from cause
-
-
-def _wait(seconds: float, stopped: Callable[[], bool]) -> None:
-    """Wait some seconds, or until `stopped` returns True."""
-    end = time.monotonic() + seconds
-    while not stopped() and (remaining := end - time.monotonic()) > 0:
-        time.sleep(min(_TICK, remaining))
 
 
 def remove_jobs(name: str, job: str | None, stopped: Callable[[], bool] = lambda: False) -> None:

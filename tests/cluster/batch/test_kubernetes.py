@@ -14,7 +14,7 @@ from prefect.server.schemas.actions import WorkPoolCreate
 from megacore.cluster.batch import kubernetes
 from megacore.cluster.batch.kubernetes import KubernetesJob, waits_for
 from megacore.cluster.batch.node import kubernetes_node
-from megacore.cluster.batch.scheduler import End, Look
+from megacore.cluster.batch.scheduler import End, Look, Submission
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch
 from megacore.config.launch import LaunchConfig
@@ -305,6 +305,42 @@ def test_missing_image_ends_the_attempt(
     assert f"cannot get the image megacore:1 ({reason}: Back-off pulling image)" in str(
         look.end.error
     )
+
+
+REFUSED = "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host?"
+
+
+@pytest.mark.parametrize(
+    ("message", "calls"),
+    [
+        (REFUSED, 3),
+        ('Error from server (InternalError): failed calling webhook "mjobset.kb.io"', 3),
+        ("no answer within 60 s", 3),
+        (REFUSED.replace("10.0.0.1:6443", "localhost:8080"), 1),  # kubectl is not configured
+        ('error: no matches for kind "JobSet"', 1),
+    ],
+)
+def test_a_jobset_is_applied_again_while_the_server_does_not_answer(
+    message: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, asked = KubernetesJob(spec(launch(), tmp_path)), list[list[str]]()
+
+    def answer(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        asked.append(command)
+        code = 124 if "within" in message else 1
+        return subprocess.CompletedProcess(command, code if len(asked) < 3 else 0, "", message)
+
+    monkeypatch.setattr(kubernetes, "run", answer)
+    monkeypatch.setattr(kubernetes, "_ANSWER_PAUSE", 0.0)
+    job._spec.folder.mkdir(parents=True)
+    if calls == 1:
+        with pytest.raises(LaunchError, match="kubectl cannot apply"):
+            job.submit(Submission("ab", None), lambda: False)
+    else:
+        assert job.submit(Submission("ab", None), lambda: False).job == job.name("ab")
+        asked.clear()
+        job.remove(Submission("ab", None))
+    assert asked == asked[:1] * calls
 
 
 def test_single_wrong_notfound_does_not_count_hours_later(
