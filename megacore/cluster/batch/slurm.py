@@ -100,6 +100,8 @@ _UNCONFIGURED = "Could not establish a configuration source"
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
 _ENDING = {"COMPLETING", "STAGE_OUT"}
 """States of a job whose processes are being ended, or have ended while Slurm cleans up."""
+_NOT_LAUNCHED = "JobLaunchFailure"
+"""Reason of a job whose script could not be started on its nodes; nothing of it has run."""
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
 """Seconds between two checks of a job that is being cancelled."""
@@ -240,7 +242,7 @@ class SlurmJob:
         exit_code = int(code) or (128 + int(number) if int(number or 0) else 0)
         if state == "COMPLETED":
             return End(exit_code)
-        if state == "FAILED":
+        if state == "FAILED" and record.get("Reason") != _NOT_LAUNCHED:
             return End(exit_code or 1)
         return End(
             exit_code or 1, self._error(state, record), on_request=state in {"CANCELLED", "REVOKED"}
@@ -248,6 +250,12 @@ class SlurmJob:
 
     def _error(self, state: str, record: Mapping[str, str]) -> MegacoreError:
         job, nodes = f"job {self._job}", record.get("NodeList", "")
+        if state == "FAILED":
+            return RankLostError(
+                f"Slurm could not start {job} on {nodes} ({_NOT_LAUNCHED}), for example because "
+                f"{self._spec.folder} cannot be written there: look at whether the workspace is "
+                f"mounted on these machines; {self._again}"
+            )
         if state == "TIMEOUT":
             return RankLostError(
                 f"{job} reached its time limit ({record.get('TimeLimit', 'of the partition')}) and "

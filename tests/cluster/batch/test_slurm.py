@@ -132,6 +132,12 @@ def test_advice_after_a_lost_node_fits_the_stage(
             False,
         ),
         (answer("DEADLINE"), LaunchError, "before its deadline", False),
+        (
+            answer("FAILED", "JobLaunchFailure", code="0:53"),
+            RankLostError,
+            "could not start job  on n[1-2] (JobLaunchFailure), for example because",
+            True,
+        ),
         (answer("CANCELLED"), LaunchError, "was cancelled, not by this run", False),
         (
             answer("PENDING", "launch_failed_requeued_held"),
