@@ -190,7 +190,7 @@ class Follower:
         exit_directory = Path(self._spec.exit_directory)
         if end.error is None:
             return end.code
-        if end.on_request:
+        if end.outranks_stop:
             _forget_ranks(exit_directory, every=False)
         _say(self._spec, str(end.error))
         write_launcher_reason(exit_directory, end.error)

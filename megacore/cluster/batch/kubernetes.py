@@ -216,7 +216,7 @@ class KubernetesJob:
             f"JobSet {self._name} was deleted, not by this run: start the same command again, it "
             f"{self._spec.again}"
         )
-        return Look("running", "deleted", End(1, error, on_request=True))
+        return Look("running", "deleted", End(1, error, outranks_stop=True))
 
     def _pods(self, pods: list[dict[str, Any]]) -> Look:
         """Return the state of a JobSet that has neither ended nor is suspended, from its pods."""

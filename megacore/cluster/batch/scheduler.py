@@ -39,9 +39,9 @@ class End:
     """Exit code of the job."""
     error: MegacoreError | None = None
     """Reason why the scheduler ended the job; None if the job's processes give the reason."""
-    on_request: bool = False
-    """True if a user ended the job: it must not start again, even if its ranks saved and stopped.
-    """
+    outranks_stop: bool = False
+    """True if the error counts even if ranks say that they saved and stopped: a user ended the job,
+    so it must not start again, or a node failed."""
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,9 @@ class SlurmJob:
         if state == "FAILED" and record.get("Reason") != _NOT_LAUNCHED:
             return End(exit_code or 1)
         return End(
-            exit_code or 1, self._error(state, record), on_request=state in {"CANCELLED", "REVOKED"}
+            exit_code or 1,
+            self._error(state, record),
+            outranks_stop=state in {"CANCELLED", "REVOKED", "NODE_FAIL", "BOOT_FAIL"},
         )
 
     def _error(self, state: str, record: Mapping[str, str]) -> MegacoreError:

@@ -164,7 +164,8 @@ def test_job_ended_by_slurm_is_reported_with_its_cause(
     assert text in str(look.end.error)
     assert look.end.error.retryable is retryable
     assert look.end.code != 0
-    assert look.end.on_request is ("CANCELLED" in reply[1])
+    outranking = ("CANCELLED", "NODE_FAIL", "BOOT_FAIL")
+    assert look.end.outranks_stop is any(state in reply[1] for state in outranking)
 
 
 @pytest.mark.parametrize(
