@@ -443,12 +443,13 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
         return {name}
     jobs = {*listed.stdout.split(), *([job] if job else [])}
     records = {each: job_records(each) for each in jobs}
+    first_word = name.split()[0]  # all that `job_records` reads of a name
     return {
         each
         for each, found in records.items()
         if found is None
         or any(
-            record.get("JobState") not in ENDED and record.get("JobName") == name.split()[0]
+            record.get("JobState") not in ENDED and record.get("JobName", first_word) == first_word
             for record in found
         )
     }
