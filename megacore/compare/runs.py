@@ -428,9 +428,11 @@ def _conclude(
         if reasons
         else _without_reason_text(cause, first, a, b, name)
     )
+    missing = math.isinf(first.relative)  # JSON has no infinity
+    size = "" if missing else f" (relative difference {first.relative:.1e})"
     text = (
         f"{name} differs first at step {first.step}: {shown_exactly(first.a)} in A, "
-        f"{shown_exactly(first.b)} in B (relative difference {first.relative:.1e}){because}"
+        f"{shown_exactly(first.b)} in B{size}{because}"
     )
     report.findings.insert(
         0,
@@ -442,7 +444,7 @@ def _conclude(
             first.a,
             first.b,
             explains="all",
-            numbers={"step": float(first.step), "relative": first.relative},
+            numbers={"step": float(first.step)} | ({} if missing else {"relative": first.relative}),
         ),
     )
 
@@ -535,7 +537,7 @@ def _without_reason_text(cause: str, first: _First, a: RunRecord, b: RunRecord, 
 
 def shown_exactly(value: Any) -> str:
     """Return a number with enough digits to see a difference of rounding."""
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+    return f"{value:.9g}" if isinstance(value, float) else shown(value)
 
 
 _AT_ONCE = 64

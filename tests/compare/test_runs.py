@@ -1,5 +1,6 @@
 """Comparison of runs: the first difference, its reason, and the first sample with other tokens."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,13 @@ def test_runs_are_found_by_key_and_name(tmp_path: Path) -> None:
     assert report.facts["first_step"] == 1
     with pytest.raises(ConfigError, match=r"2 runs in .* are called tiny"):
         compare_paths("0123", "tiny", workspace=tmp_path)
+
+
+def test_a_missing_loss_is_named_without_a_relative_difference(tmp_path: Path) -> None:
+    lost = Written(values=lambda step: {"lm_loss": math.nan} if step >= 5 else {})
+    report = compared(Planted("lost", lost, None), tmp_path)
+    assert "at step 5: 3.42612264 in A, none in B; nothing" in report.findings[0].sentence
+    json.dumps(report.to_json()["findings"], allow_nan=False)
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
