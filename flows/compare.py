@@ -6,6 +6,7 @@ import sys
 from prefect import flow
 
 from megacore.errors import MegacoreError
+from tasks._cli import require_server
 from tasks._environment import check_proxies
 from tasks.compare import compare as compare_sides
 
@@ -29,6 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         check_proxies()
+        require_server()
         return 0 if compare(arguments.a, arguments.b, arguments.kind) else 1
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")

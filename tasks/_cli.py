@@ -54,7 +54,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
     last_line, code = "", 0
     try:
         check_proxies()
-        _require_server()
+        require_server()
         overrides = parse_overrides(arguments.override)
         _refuse_secrets(overrides)
         if not PREFECT_API_URL.value():
@@ -152,7 +152,7 @@ def _refuse_secrets(overrides: dict[str, Any]) -> None:
             )
 
 
-def _require_server() -> None:
+def require_server() -> None:
     """Refuse to start if the configured server does not answer.
 
     Without a configured server, the flow starts a temporary one.

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from flows import compare as flow
 from megacore.compare.runs import compare_runs
+from megacore.errors import LaunchError
 from tasks._mlflow import Tracking
 from tasks.compare import REPORT, log_report, table
 from tests.compare._runs import Written, since, write
@@ -20,3 +24,15 @@ def test_a_report_is_a_run_with_its_causes(tracking: Tracking, tmp_path: Path) -
     path = tracking.client.download_artifacts(run.info.run_id, REPORT, str(tmp_path))
     assert json.loads(Path(path).read_text(encoding="utf-8"))["causes"] == ["seed"]
     assert {row["cause"] for row in table(report)} == {"seed"}
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise LaunchError("the Prefect server does not answer")
+
+    monkeypatch.setattr(flow, "require_server", refuse)
+    monkeypatch.setattr("sys.argv", ["compare", "a", "b"])
+    assert flow.main() == 2
+    assert capsys.readouterr().err == "error: the Prefect server does not answer\n"

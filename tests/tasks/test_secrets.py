@@ -93,5 +93,5 @@ def test_the_refusal_of_a_server_hides_its_password(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_cli, "PREFECT_API_URL", SimpleNamespace(value=lambda: url))
     monkeypatch.setattr(_cli, "answers", lambda url: False)
     with pytest.raises(LaunchError, match=r"http://\*\*\*@host:4200/api") as caught:
-        _cli._require_server()
+        _cli.require_server()
     assert CANARY not in str(caught.value)
