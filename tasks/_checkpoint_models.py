@@ -23,9 +23,12 @@ STATE_TAG = "checkpoint_state"
 MODEL_TYPE = "checkpoint"
 POSITION_PREFIXES = {
     "valid": "validation/loss_by_position/",
-    "test": "test/loss_by_position/",
+    "test": "validation/test_loss_by_position/",
 }
-"""Prefixes of the metrics of a run's losses by position, by split; the first position follows."""
+"""Prefixes of the metrics of a run's losses by position, by split; the first position follows.
+
+MLflow sorts groups by name: these many charts are behind those of `train` and `validation`.
+"""
 
 
 def ensure_checkpoint_model(

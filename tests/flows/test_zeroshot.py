@@ -87,7 +87,10 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
         "lm_eval/colours/acc": accuracy[3],
     }
     (measured,) = (each for each in metrics if expected.items() <= each.items())
-    assert {"validation/loss_by_position/0000000", "test/loss_by_position/0000030"} <= set(measured)
+    assert {
+        "validation/loss_by_position/0000000",
+        "validation/test_loss_by_position/0000030",
+    } <= set(measured)
     pages = [path.read_text() for path in bench.workspace.glob("runs/*/report.html")]
     (page,) = (text for text in pages if "Zero-shot scores" in text)
     assert "<td>colours acc</td>" in page

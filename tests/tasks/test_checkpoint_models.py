@@ -157,7 +157,7 @@ def test_losses_by_position_are_logged_once_and_agree_with_those_of_training(
     for moment in (1, 2):
         log_losses_by_position(tracking, run_id, [row], timestamp_ms=moment)
     assert history("validation/loss_by_position/0000000") == [(4.0, 100)]
-    tests = [history(f"test/loss_by_position/{start:07d}") for start in (0, 4, 8)]
+    tests = [history(f"validation/test_loss_by_position/{start:07d}") for start in (0, 4, 8)]
     assert tests == [[(5.0, 100)], [], [(1.0, 100)]]
     changed = row | {"valid_by_position": rows(3.5, 2.5)}
     later = 2 * 10**12
