@@ -144,6 +144,7 @@ def layouts_chart(config: RunConfig, attempt: Attempt | None) -> Chart | None:
         svg = _svg_of(search_figure(result, config.name, marks))
     return Chart(
         "Layouts of these ranks",
+        "Each point is a layout; none is faster than a numbered one without more memory. "
         f"The fastest is predicted at {fastest.seconds:.4g} s and {fastest.memory / GIB:.1f} GiB "
         f"({fastest.choice.name}), this run's at {own.seconds:.4g} s and "
         f"{own.memory / GIB:.1f} GiB ({own.choice.name}).",

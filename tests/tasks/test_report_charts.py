@@ -45,6 +45,7 @@ def test_the_chart_has_the_front_and_the_run(ranks: int, hosts: int, own: str) -
     seconds = sum(attempt.facts["predicted_ms"].values()) / 1e3
     assert f"this run's at {seconds:.4g} s" in chart.note
     assert f"({own})" in chart.note
+    assert "faster than a numbered one" in chart.note
 
 
 def test_the_page_has_the_chart_below_the_times(
@@ -59,6 +60,7 @@ def test_the_page_has_the_chart_below_the_times(
     facts = ReportFacts(config, {}, None, "", (), "")
     page = write_report(tmp_path / "report.html", tmp_path, facts).read_text(encoding="utf-8")
     before, after = page.split("<h3>Layouts of these ranks</h3>")
+    assert '<div class="charts"' in before.rpartition("<h2>")[2], "it is as wide as the others"
     assert "<h2>Time per iteration</h2>" in before
     assert "this run, measured time" in after.split("<h2>")[0]
 
