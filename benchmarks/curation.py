@@ -27,7 +27,8 @@ import yaml
 
 from benchmarks._verdict import Check, table, verdict
 from benchmarks.orchestration import started
-from megacore.compare.run_record import find_run_directory, read_run
+from megacore.compare.run_record import read_run
+from megacore.observe.runs import named_directory
 from megacore.tokenizer.build import train_bpe
 
 CHARACTERS = 8000
@@ -180,8 +181,7 @@ def curve(values: dict[str, Any], folder: Path, workspace: Path) -> dict[int, fl
         output, _ = flow.communicate()
     if flow.returncode:
         raise SystemExit(f"the flow ended with {flow.returncode}:\n{output[-3000:]}")
-    directory = find_run_directory(values["name"], workspace)
-    assert directory is not None
+    directory = named_directory(values["name"], workspace)
     return {
         int(event["consumed_tokens"]): float(event["valid_ppl"])
         for event in read_run(directory).evaluations.values()

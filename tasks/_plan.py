@@ -66,19 +66,17 @@ def planned_row(
         for each in planned.inputs
     ]
     key = planned.key_of(config, *inputs)
+    directory = planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
     try:
         problem = (
             planned.problem(config, *inputs) if planned.problem else artifact_problem(key, config)
         )
         if problem is None:
-            directory = (
-                planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
-            )
             artifacts[planned.name] = open_artifact(directory)
     except MegacoreError as error:
         problem = str(error)
     state = "cached" if problem is None else "would run"
-    return {"stage": planned.name, "key": key.key, "state": state, "why": problem or ""}
+    return {"stage": planned.name, "key": directory.name, "state": state, "why": problem or ""}
 
 
 def show_config(config: FlowConfig) -> None:

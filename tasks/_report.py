@@ -108,7 +108,7 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
         "sample": _sample(facts),
         "data": _data(facts),
         "stages": [
-            (artifact.stage, artifact.key, summarize(artifact.counts), artifact.path)
+            (artifact.stage, artifact.name, summarize(artifact.counts), artifact.path)
             for artifact in facts.artifacts
         ],
         "attempts": [

@@ -56,6 +56,7 @@ class StageRow:
     """One of ran, cached, failed, stopped and deleted."""
     seconds: float
     key: str
+    """Name of the artifact's directory, by which commands find it; "-" without an artifact."""
     counts: dict[str, Any]
 
     def cells(self) -> dict[str, str]:
@@ -198,7 +199,7 @@ class StageRunner(Generic[Config]):
         result = state.result()
         artifact, ran = result.artifact, result.ran and state.name != "Cached"
         self.rows.append(
-            StageRow(name, "ran" if ran else "cached", seconds, artifact.key, artifact.counts)
+            StageRow(name, "ran" if ran else "cached", seconds, artifact.name, artifact.counts)
         )
         return StageResult(artifact=artifact, ran=ran)
 

@@ -45,6 +45,11 @@ class Artifact(BaseModel):
         """Directory with the artifact's files."""
         return Path(self.path)
 
+    @property
+    def name(self) -> str:
+        """Name of the directory: the key, but for a training the key of its run."""
+        return self.directory.name
+
 
 @dataclass(frozen=True)
 class StageKey:

@@ -30,8 +30,8 @@ def compare(
     a: Annotated[
         str,
         typer.Argument(
-            help="a checkpoint, an export, a directory of transformers, Megatron-LM or DeepSpeed; "
-            "or a run: its directory, key or name"
+            help="a checkpoint, an export (key or path), a directory of transformers, Megatron-LM "
+            "or DeepSpeed; or a run: its directory, key or name"
         ),
     ],
     b: Annotated[str, typer.Argument(help="the one to compare with it")],

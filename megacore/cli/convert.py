@@ -98,7 +98,9 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Option(
-            "--checkpoint", help="checkpoint (iter_*), or a run, whose newest complete one is taken"
+            "--checkpoint",
+            help="checkpoint (iter_*), or a run (key, name or path), whose newest complete one is "
+            "taken",
         ),
     ],
     output: OutputOption,
@@ -131,9 +133,10 @@ def export(
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
     from megacore.convert.ungated_export import export_core, export_hf, export_megatron, open_source
+    from megacore.observe.runs import named_directory
 
     check_output(output)
-    source = open_source(checkpoint, tokenizer)
+    source = open_source(named_directory(checkpoint), tokenizer)
     if form == "hf":
         export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     elif form == "torch_dist":

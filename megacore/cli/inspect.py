@@ -17,7 +17,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="PREFIX of token files, their directory, a directory of index maps, or `mixture`"
+            help="PREFIX of token files, their directory, a directory of index maps, the key of "
+            "one in the workspace, or `mixture`"
         ),
     ],
     mixture: Annotated[
@@ -60,11 +61,13 @@ def inspect(
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.report import report_index, report_sample
+    from megacore.observe.runs import named_directory
 
     if mixture is not None or _is_word(path):
         report = _mixture(path, mixture)
         _show(report, as_json, lambda: terminal.show_mixture(report))
         return
+    path = named_directory(path)
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(
@@ -97,7 +100,8 @@ def verify(
         typer.Argument(
             help=(
                 "PREFIX of token files, their directory, any artifact's directory, a checkpoint, "
-                "the directory of an import or a run, or a workspace"
+                "the directory of an import or a run, the key of an artifact or a run, or a "
+                "workspace"
             )
         ),
     ],
@@ -111,10 +115,11 @@ def verify(
     """
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.verify import Damage, Unchecked, examine
+    from megacore.observe.runs import named_directory
 
     damaged = unread = count = 0
     with terminal.reading_bar() as on_read:
-        for count, result in enumerate(examine(path, on_read), 1):  # noqa: B007
+        for count, result in enumerate(examine(named_directory(path), on_read), 1):  # noqa: B007
             if isinstance(result, Damage):
                 damaged += 1
                 terminal.show_damage(result)

@@ -22,7 +22,8 @@ CheckpointOption = Annotated[
     Path,
     typer.Option(
         "--checkpoint",
-        help="a checkpoint (iter_*), a directory of them (the newest is used), or an export",
+        help="a checkpoint (iter_*), a run (its newest is used) or an export: path or key, or the "
+        "run's name",
     ),
 ]
 TokenizerOption = Annotated[
@@ -38,8 +39,8 @@ PrecisionOption = Annotated[
 ModelArgument = Annotated[
     Path | None,
     typer.Argument(
-        help="a run, a checkpoint (iter_*), an export, or a transformers directory of a model that "
-        "continues or answers texts"
+        help="a run (key, name or path), an export (key or path), a checkpoint (iter_*), or a "
+        "transformers directory of a model that continues or answers texts"
     ),
 ]
 InteractiveOption = Annotated[
@@ -94,6 +95,7 @@ def evaluate(
     from megacore.artifact.files import write_json
     from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
+    from megacore.observe.runs import named_directory
     from megacore.ranks.stages import run_job
     from megacore.zeroshot.texts import check_passkeys, check_windows
 
@@ -105,7 +107,7 @@ def evaluate(
         seed=passkey_seed,
     )
     _check_score_files(wikitext, lambada, overlapping_eval, output, passkey=bool(passkey))
-    source = model_source.find_model(checkpoint)
+    source = model_source.find_model(named_directory(checkpoint))
     model_source.require_family(source, ("gpt",), "megacore evaluate")
     model_tokenizer = model_source.find_tokenizer(source, tokenizer)
     check_passkeys(model_tokenizer, passkeys, source.spec.max_position_embeddings)
@@ -302,11 +304,13 @@ def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _model_path(model: Path | None, checkpoint: Path | None) -> Path:
     """Return the path of the model, given in one of two ways. Raises ConfigError."""
+    from megacore.observe.runs import named_directory
+
     path = model or checkpoint
     if path is None or (model is not None and checkpoint is not None):
         count = "no model is named" if path is None else "MODEL and --checkpoint are both given"
-        raise ConfigError(f"{count}: name one directory, as in megacore generate DIRECTORY")
-    return path
+        raise ConfigError(f"{count}: name one, as in megacore generate KEY")
+    return named_directory(path)
 
 
 def _check_interactive(

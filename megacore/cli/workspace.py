@@ -9,6 +9,7 @@ import typer
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import workspace_errors
+from megacore.artifact.workspace import workspace_root
 from megacore.errors import ConfigError, WorkspaceError
 
 WorkspaceOption = Annotated[
@@ -27,9 +28,14 @@ def runs(workspace: WorkspaceOption = None) -> None:
 
     from megacore.observe.runs import runs as list_runs
 
-    rows = list_runs(_existing(workspace))
+    place = _existing(workspace)
+    rows = list_runs(place)
     if not rows:
-        Console().print("no runs yet: start one with `make pretrain` or `make finetune`")
+        Console().print(
+            f"no runs yet in {place.root}: start one with `make pretrain` or `make finetune`",
+            soft_wrap=True,
+            highlight=False,
+        )
         return
     table = Table()
     for column in (
@@ -126,10 +132,10 @@ def clean(
 
 
 def _existing(workspace: Path | None) -> Workspace:
-    """Return the workspace; one given explicitly must exist."""
+    """Return the workspace, which is not created; one given explicitly must exist."""
     if workspace is not None and not workspace.is_dir():
         raise WorkspaceError(f"workspace {workspace} is no directory: correct --workspace")
-    return Workspace.of(workspace)
+    return Workspace(workspace_root() if workspace is None else workspace.absolute())
 
 
 def _number(value: float | None) -> str:

@@ -24,32 +24,33 @@ def compare_paths(
     """Compare two models or two runs.
 
     Args:
-        a: path of a model; or path, key or name of a run.
+        a: path of a model or run, the key of an artifact, or the key or name of a run.
         b: the one that is compared with it.
         kind: models or runs; None compares two runs as runs, and all others as models.
         options: options of a comparison of models.
-        workspace: root of the workspace in which keys and names of runs are looked up; None means
+        workspace: root of the workspace in which keys and names are looked up; None means
             MEGACORE_WORKSPACE, or ./workspace.
 
     Raises:
         MegacoreError: if one of them cannot be read, or they cannot be compared.
     """
-    from megacore.compare.run_record import find_run_directory
+    from megacore.artifact.workspace import RUN_FILE
     from megacore.compare.runs import compare_runs
+    from megacore.observe.runs import named_directory
 
     if kind not in (None, "models", "runs"):
         raise ConfigError(f"--as is {kind}: give models or runs")
-    directories = [find_run_directory(each, workspace) for each in (a, b)]
-    if kind == "runs" or (kind is None and None not in directories):
-        first, second = directories
-        if first is None or second is None:
-            lacking = a if first is None else b
+    first, second = (named_directory(each, workspace) for each in (a, b))
+    lacking = [
+        name for name, place in ((a, first), (b, second)) if not (place / RUN_FILE).is_file()
+    ]
+    if kind == "runs" or (kind is None and not lacking):
+        if lacking:
             raise ConfigError(
-                f"{lacking} is no run: give a directory with run.json, or the key or name of a run "
-                "that `megacore runs` lists"
+                f"{lacking[0]} is no run: give a directory with run.json, or the key or name of a "
+                "run that `megacore runs` lists"
             )
         return compare_runs(first, second)
     from megacore.compare.models import compare_models
 
-    first, second = directories
-    return compare_models(first or Path(a), second or Path(b), options)
+    return compare_models(first, second, options)

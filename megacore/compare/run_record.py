@@ -10,15 +10,12 @@ from pydantic import ValidationError
 
 from megacore.artifact.files import read_json, reason_of
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
-from megacore.artifact.workspace import EVENTS_FILE, FOLDERS, RUN_FILE, workspace_root
+from megacore.artifact.workspace import EVENTS_FILE, RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME
 from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
-
-_NAMED = 8
-_TRAINED = ("train", "finetune")
 
 
 @dataclass(frozen=True)
@@ -77,41 +74,6 @@ class RunRecord:
             "attempts": len(self.attempts),
             "end": self.end,
         }
-
-
-def find_run_directory(name: str, workspace: Path | None) -> Path | None:
-    """Return the directory of a run, given by path, key, beginning of a key, or name.
-
-    Returns None if it is no run. Raises ConfigError if several runs are called so.
-    """
-    path = Path(name)
-    if (path / RUN_FILE).is_file():
-        return path
-    if path.exists() or "/" in name:
-        return None
-    root = workspace or workspace_root()
-    matches = []
-    for stage in _TRAINED:
-        folder = root / FOLDERS[stage]
-        for directory in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if not (directory / RUN_FILE).is_file():
-                continue
-            if directory.name.startswith(name) or _name_of(directory) == name:
-                matches.append(directory)
-    if len(matches) > 1:
-        listing = ", ".join(directory.name for directory in matches[:_NAMED])
-        raise ConfigError(
-            f"{len(matches)} runs in {root} are called {name} ({listing}): give a key"
-        )
-    return matches[0] if matches else None
-
-
-def _name_of(directory: Path) -> str | None:
-    try:
-        name = read_json(directory / RUN_FILE)["config"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return name if isinstance(name, str) else None
 
 
 def read_run(directory: Path) -> RunRecord:

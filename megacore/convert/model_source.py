@@ -80,8 +80,8 @@ def _checkpoint(path: Path) -> Path:
         )
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is no directory: give the path of a run (`megacore runs` lists them), a "
-            "checkpoint (iter_*), or a transformers directory"
+            f"{path} is no directory: give a run that `megacore runs` lists, a checkpoint "
+            "(iter_*), or a transformers directory"
         )
     for root in (path, path / CHECKPOINTS_NAME):
         if checkpoint_directories(root):

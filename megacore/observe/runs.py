@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from megacore.artifact import Manifest, Workspace
 from megacore.artifact.build import is_locked
-from megacore.artifact.files import read_json
+from megacore.artifact.files import TEMPORARY, read_json
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.artifact.workspace import EVENTS_FILE, RUN_FILE
+from megacore.artifact.workspace import EVENTS_FILE, FOLDERS, RUN_FILE, workspace_root
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import ENDED, read_heartbeats
@@ -49,19 +49,68 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     Raises ConfigError if there is none, or more than one.
     """
     all_runs = runs(workspace)
-    matches = [run for run in all_runs if run["state"] == state and _is_called(run, name)]
-    if len(matches) != 1:
-        listed = matches or [run for run in all_runs if _is_called(run, name)] or all_runs
-        listing = (
-            ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
-            or "none"
-        )
-        listing += f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-        problem = f"{len(matches)} runs are {state}" if matches else f"no run is {state}"
+    called = [run for run in all_runs if _is_called(run, name)]
+    matches = [run for run in called if run["state"] == state]
+    if len(matches) == 1:
+        return Path(matches[0]["path"])
+    listed = matches or called or all_runs
+    listing = (
+        ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
+        or "none"
+    )
+    listing += f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    if called and not matches:
+        verb = "is" if len(called) == 1 else "are"
+        raise ConfigError(f"{listing} in {workspace.root} {verb} not {state}")
+    found = f"{len(matches)} runs called {name!r} are {state}" if matches else f"no run is {name!r}"
+    raise ConfigError(f"{found} in {workspace.root}, where there are {listing}: give one key")
+
+
+def named_directory(name: str | Path, root: Path | None = None) -> Path:
+    """Return the directory that `name` names in a workspace, or else the path `name`.
+
+    A run is named by its key, the beginning of its key, or its name; another artifact by its key
+    or the beginning of it. A path that exists, or that has several parts, names nothing else.
+
+    Args:
+        name: name or path; a path need not exist.
+        root: root of the workspace; None means MEGACORE_WORKSPACE, or ./workspace.
+
+    Raises:
+        ConfigError: if several runs and artifacts are called so.
+    """
+    path, text = Path(name), str(name)
+    if not text or "/" in text or path.exists():
+        return path
+    root = root or workspace_root()
+    directories = [
+        directory
+        for folder in dict.fromkeys(FOLDERS.values())
+        for directory in sorted((root / folder).glob("[!.]*"))
+        if TEMPORARY not in directory.name and directory.is_dir()
+    ]
+    matches = [
+        directory
+        for directory in directories
+        if directory.name.startswith(text) or _name_of(directory) == text
+    ]
+    exact = [directory for directory in matches if directory.name == text]
+    if len(exact or matches) > 1:
+        listing = ", ".join(str(match.relative_to(root)) for match in matches[:_NAMED])
+        listing += f" and {len(matches) - _NAMED} more" if len(matches) > _NAMED else ""
         raise ConfigError(
-            f"{problem} under {name!r} in {workspace.root}, where there are {listing}: give one key"
+            f"{len(matches)} runs or artifacts in {root} are called {text} ({listing}): give a key"
         )
-    return Path(matches[0]["path"])
+    return next(iter(exact or matches), path)
+
+
+def _name_of(directory: Path) -> str | None:
+    """Return the name in a run's job file; None if there is none, or it cannot be read."""
+    try:
+        name = read_json(directory / RUN_FILE)["config"]["name"]
+    except (OSError, ValueError, KeyError, TypeError, *_UNREAD):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def is_training(directory: Path) -> bool:

@@ -154,10 +154,23 @@ def test_models_that_do_not_continue_text_are_refused(files: Files, tmp_path: Pa
     assert isinstance(result.exception, CheckpointError)
 
 
-def test_a_key_that_is_no_path_is_refused_with_the_command_that_lists_paths() -> None:
+def test_a_run_is_found_by_the_beginning_of_its_key(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    run_directory = tmp_path / "runs" / "0123456789abcdef"
+    shutil.copytree(files.checkpoint, run_directory / "checkpoints" / files.checkpoint.name)
+    assert output("generate", "0123", "--prompt", "the", "--max-new-tokens", 1).startswith("the")
+    written = output("export", "--checkpoint", "0123", "--output", tmp_path / "exported")
+    assert f"from {run_directory}" in written
+    refused = run("evaluate", "--checkpoint", "0123", "--passkey", 1)
+    assert "the passkey test has the length 1" in str(refused.exception)
+
+
+def test_a_key_of_nothing_is_refused_with_the_command_that_lists_runs() -> None:
     result = run("generate", "0123456789abcdef", "--prompt", "a")
     assert isinstance(result.exception, CheckpointError)
-    assert "give the path of a run (`megacore runs` lists them)" in str(result.exception)
+    assert "give a run that `megacore runs` lists" in str(result.exception)
 
 
 def test_a_wrong_vocabulary_is_refused_with_both_sizes_and_an_exit_code(

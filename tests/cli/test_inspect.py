@@ -276,6 +276,17 @@ def test_verify_prints_each_check(corpus: Corpus, index: Path) -> None:
     assert "ok  train maps 0: " in output("verify", index)
 
 
+def test_an_artifact_is_found_by_the_beginning_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    named = tmp_path / "tokenized" / "0123456789abcdef"
+    named.mkdir(parents=True)
+    write_tokens(named / "tokens_text_document", [5, 3])
+    for command in ("inspect", "verify"):
+        assert output(command, "0123") == output(command, named)
+
+
 def test_verify_ends_with_the_error_of_the_first_check_that_fails(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 3])
     Manifest("tokenize", 1, "", {}, {}, list_files(tmp_path), {}, 0.0).write(tmp_path)

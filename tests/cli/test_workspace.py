@@ -28,6 +28,16 @@ def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
     assert "no runs yet" in result.output
 
 
+def test_a_workspace_that_is_not_there_is_named_and_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGACORE_WORKSPACE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert f"no runs yet in {tmp_path}/workspace:" in CliRunner().invoke(app, ["runs"]).output
+    assert CliRunner().invoke(app, ["clean"]).exit_code == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_clean_lists_what_it_removes(tmp_path: Path) -> None:
     stale = tmp_path / "index" / "abcd.tmp-1"
     stale.mkdir(parents=True)
@@ -308,7 +318,8 @@ def test_stop_leaves_no_file_if_nothing_trains(
         json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
     )
     for name, message in [
-        ("some-name", "no run is running"),
+        ("some-name", "no run is 'some-name'"),
+        ("gpt2-test", "aaaa (gpt2-test, incomplete) in "),
         (str(idle), f"nothing trains in {idle}"),
     ]:
         refused = CliRunner().invoke(app, ["stop", name, "--workspace", str(tmp_path)])

@@ -139,7 +139,7 @@ def test_runs_are_found_by_key_and_name(tmp_path: Path) -> None:
     report = compare_paths("0123", "fedcba9876543210", workspace=tmp_path)
     assert report.kind == "runs"
     assert report.facts["first_step"] == 1
-    with pytest.raises(ConfigError, match=r"2 runs in .* are called tiny"):
+    with pytest.raises(ConfigError, match=r"2 runs or artifacts in .* are called tiny"):
         compare_paths("0123", "tiny", workspace=tmp_path)
 
 

@@ -11,7 +11,7 @@ from megacore.artifact import StageKey, Workspace, build_artifact, lock
 from megacore.artifact.build import seal
 from megacore.errors import ConfigError
 from megacore.observe.events import EventWriter
-from megacore.observe.runs import find_run, runs
+from megacore.observe.runs import find_run, named_directory, runs
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_a_run_is_found_by_key_prefix_or_name(workspace: Workspace) -> None:
         assert find_run(workspace, name, state="incomplete") == directory
     with pytest.raises(
         ConfigError,
-        match=r"no run is running under 'aaaa' .* there are aaaa \(gpt2-test, incomplete\)",
+        match=r"^aaaa \(gpt2-test, incomplete\) in .* is not running$",
     ):
         find_run(workspace, "aaaa", state="running")
-    with pytest.raises(ConfigError, match="no run is incomplete under 'b'"):
+    with pytest.raises(ConfigError, match=r"no run is 'b' in .* there are aaaa .*: give one key"):
         find_run(workspace, "b", state="incomplete")
 
 
@@ -113,12 +113,35 @@ def test_the_message_for_an_unknown_run_lists_matching_or_a_few_runs(workspace: 
         (other / "run.json").write_text(
             json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}})
         )
-    with pytest.raises(ConfigError, match=r"there are aaaa \(gpt2-test, incomplete\): give"):
-        find_run(workspace, "gpt2-test", state="running")
+    with pytest.raises(
+        ConfigError, match=r"later, incomplete\).* and 12 more in .* are not running"
+    ):
+        find_run(workspace, "later", state="running")
     for name in ("", "c"):
         with pytest.raises(ConfigError, match="and 13 more: give") as caught:
             find_run(workspace, name, state="incomplete")
         assert str(caught.value).count(", incomplete)") == 8
+
+
+def test_a_name_is_that_of_a_run_or_the_key_of_an_artifact(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(workspace.root))
+    monkeypatch.chdir(workspace.root)
+    run, export = workspace.folder("train") / "aaaa", workspace.folder("convert") / "abcd"
+    (export / "model").mkdir(parents=True)
+    (workspace.folder("convert") / "abcd.tmp-1").mkdir()
+    for name in ("gpt2-test", "aaaa", "aa"):
+        assert named_directory(name) == run
+    for name in ("abcd", "ab"):
+        assert named_directory(Path(name)) == export
+    for name in ("other", "b", "abcd.tmp-1", "exports/abcd", "runs", "models:/a/1"):
+        assert named_directory(name) == Path(name)
+    with pytest.raises(ConfigError, match=r"2 .* are called a \(runs/aaaa, exports/abcd\): give a"):
+        named_directory("a")
+    (workspace.folder("train") / "abcdef").mkdir()
+    assert named_directory("abcd") == export
+    assert named_directory("abcd", workspace.root / "none") == Path("abcd")
 
 
 def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def facts_of(config: RunConfig | None = None, **changed: Any) -> ReportFacts:
             Artifact(
                 stage="tokenize",
                 key="ab" * 8,
-                path="/data/tokenized",
+                path="/data/abababababababab",
                 digest="f" * 64,
                 counts={"tokens": 35_460},
             )
@@ -146,7 +146,7 @@ def test_page_shows_numbers_charts_checkpoints_sample_data_and_attempts(page: Pa
         "MFU 40.0% / 50.0% median, of the vendor's peak / of measured matmuls",
         "Prompt: def",
         "return x < 1 & x",
-        "tokenize abababababababab 35,460 tokens /data/tokenized",
+        "tokenize abababababababab 35,460 tokens /data/abababababababab",
         '{"kind": "source_tree"',
         "0 to 30 killed or lost 2 node-a",
         "20 to 40 finished 1 node-a",

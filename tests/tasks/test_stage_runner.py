@@ -4,11 +4,17 @@ import io
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from prefect.states import Completed
 
+from megacore.artifact import Artifact, StageKey
+from megacore.config import load_config
 from tasks import _stage_runner
-from tasks._stage_runner import Output
+from tasks._cache import StageResult
+from tasks._plan import PlannedStage, planned_row
+from tasks._stage_runner import Output, StageRunner
 
 
 @pytest.fixture
@@ -41,3 +47,18 @@ def test_an_output_that_cannot_be_written_is_a_warning(
     assert caplog.messages == [
         "standard output cannot be written (No space left on device): direct it to another place"
     ]
+
+
+def test_the_key_of_a_training_is_the_one_that_commands_accept() -> None:
+    config, directory = load_config("gpt2-tiny"), Path("/w/runs/0123")
+    artifact = Artifact(stage="train", key="4567", path=str(directory), digest="", counts={})
+    runner = StageRunner(config)
+    runner._record("train", Completed(data=StageResult(artifact=artifact, ran=True)), 1.0)
+    assert runner.rows[0].cells()["key"] == "0123"
+    planned = PlannedStage(
+        "train",
+        lambda _: StageKey("train", 1, {}, {}),
+        problem=lambda _: "it was not built yet",
+        directory=lambda _: directory,
+    )
+    assert planned_row(planned, config, {})["key"] == "0123"
