@@ -150,6 +150,7 @@ class TrainingMonitor:
         self._offset = _end_of_events(events)
         self._perplexities = PerplexityTable(events.parent)
         self._ppl = ""
+        self._step: dict[str, Any] | None = None
         self._artifact: Any = None
         self._updated = 0.0
         self._sender = _Sender()
@@ -217,8 +218,13 @@ class TrainingMonitor:
             name = f"perplexity {event['iteration']}"
             self._sender.add(name, partial(self._perplexities.measured, event))
             self._ppl = f", valid_ppl {event['valid_ppl']:.2f}" if event["valid_ppl"] else ""
-        if event["kind"] != "step":
-            return
+            if self._step is not None:
+                self._show_step(self._step)  # the last one would keep the perplexity before it
+        if event["kind"] == "step":
+            self._step = event
+            self._show_step(event)
+
+    def _show_step(self, event: dict[str, Any]) -> None:
         iteration = int(event["iteration"])
         total = int(event["total_iterations"]) if self.train_iters is None else self.train_iters
         name = "lm_loss" if "lm_loss" in event else "loss"
@@ -244,9 +250,9 @@ class TrainingMonitor:
 
     def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)
-        if iteration <= first:
+        if iteration <= first and iteration < total:
             return "unknown"
-        seconds = (now - started) / (iteration - first) * (total - iteration)
+        seconds = (now - started) / max(1, iteration - first) * (total - iteration)
         return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
     def _update_artifact(self, percent: float, description: str) -> None:

@@ -10,10 +10,12 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import RunConfig
+from megacore.observe.events import EventWriter
 from tasks import _monitor, _stage_runner
 from tasks._monitor import LogTail
 from tasks._stage_runner import StageRow, StageRunner
@@ -150,6 +152,29 @@ def test_progress_names_loss_perplexity_and_tokens_per_second(
         "unknown left"
     )
     assert shown["description"] == f"iteration 10 of 20, {monitor._bar.tasks[0].fields['note']}"
+
+
+def test_the_last_progress_has_the_perplexity_that_is_measured_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def show(**values: Any) -> str:
+        shown.append(values["description"])
+        return "id"
+
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "create_progress_artifact", show)
+    monkeypatch.setattr(_monitor, "update_progress_artifact", show)
+    monkeypatch.setattr(_monitor.PerplexityTable, "measured", lambda *_: None)
+    events = tmp_path / "events.jsonl"
+    with _monitor.TrainingMonitor(tmp_path / "log", events, 20, lambda: None) as monitor:
+        with EventWriter(events, 1) as writer:
+            writer.write("perplexity", iteration=10, valid_ppl=99.0)
+            writer.write("step", iteration=20, lm_loss=4.0)
+            writer.write("perplexity", iteration=20, valid_ppl=77.9)
+        monitor.poll()
+    assert shown[-1] == "iteration 20 of 20, lm loss 4.000, valid_ppl 77.90, 0.0 min left"
 
 
 def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(
