@@ -8,7 +8,7 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +34,14 @@ SCRIPT_BYTES = 1 << 20
 """Largest script in bytes."""
 _MOST_STATEMENTS = 50_000
 _MOST_DEPTH = 40
-_PREFIXES = frozenset({"nohup", "time", "exec", "sudo", "env", "numactl", "set", "stdbuf"})
+_MOST_ROUNDS = 1000
+_NUMBERED = 99
+"""Most arguments that are read by their numbers, as `$1`."""
+_PREFIXES = frozenset({"nohup", "time", "exec", "sudo", "env", "numactl", "stdbuf"})
 _SHELLS = frozenset({"bash", "sh", "zsh"})
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_JOINED = re.compile(r"(?<=[\w}\"'/.:,=@+%-])\$([A-Za-z_]\w*)(?=[/.:,@+%-])")
+"""Variable inside a word, such as `$B` of `$A/$B/c`, at which tree-sitter divides the word."""
 _MODULES = frozenset({"torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher"})
 
 
@@ -85,7 +90,9 @@ def read_script(path: Path, given: Mapping[str, str] | None = None) -> Script:
     place = Place("--set", 0)
     for name, value in (given or {}).items():
         script.variables.values[name] = Word((Part(value, place),))
-    positional = [script.variables.values[str(n)] for n in range(1, 10) if str(n) in (given or {})]
+    positional = [
+        script.variables.values[str(n)] for n in range(1, _NUMBERED + 1) if str(n) in (given or {})
+    ]
     script.variables.values["@"] = [word for word in positional if isinstance(word, Word)]
     _Reader(script, path, script.variables, 0).run(_text_of(path))
     for name in script.given:
@@ -171,13 +178,15 @@ class _Reader:
         self.conditions = Conditions(self.expander)
         self.functions: dict[str, Node] = {}
         self.steps = 0
+        self.integers: set[str] = set()
+        """Variables of `declare -i`, whose assignments are arithmetic."""
         self.local: list[dict[str, Value | None]] = []
         """Values that the local variables of the running functions had before, innermost last."""
 
     def run(self, text: str) -> None:
         """Walk over a script's text; its `exit` ends the walk."""
         self.script.text += text
-        hidden = hide_placeholders(text.replace("\r\n", "\n"))
+        hidden = _JOINED.sub(r"${\1}", hide_placeholders(text.replace("\r\n", "\n")))
         for match in re.finditer(
             r"^\s*(?:export\s+)?(\w+)=\S*[ \t]+#[ \t]*(.*\S)", hidden, re.MULTILINE
         ):
@@ -204,6 +213,8 @@ class _Reader:
                 if self.local and source_of(node).startswith(("local", "declare", "typeset")):
                     for local in _declared(node):
                         self.local[-1].setdefault(local, self.variables.values.get(local))
+                if re.match(r"(local|declare|typeset)\s+-\w*i", source_of(node)):
+                    self.integers |= set(_declared(node))
                 self._all([c for c in node.named_children if c.type == "variable_assignment"])
             case "unset_command":
                 for unset in source_of(node).split()[1:]:
@@ -243,7 +254,11 @@ class _Reader:
             case "negated_command":
                 self._all(node.named_children)
             case _:
-                pass
+                if _changes(node):
+                    line, shown = node.start_point[0] + 1, source_of(node).split("\n")[0]
+                    self.script.remarks.append(
+                        f"{self.path.name}:{line}: {show_placeholders(shown)} is not read"
+                    )
 
     def _assign(self, node: "Node") -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -275,6 +290,9 @@ class _Reader:
         if target.type == "subscript":
             self._element(source_of(target), text)
             return
+        if name in self.integers:
+            self._arithmetic(f"{name}{'+=' if appends else '='}{text.text}")
+            return
         if appends:
             before = values.get(name)
             if isinstance(before, list):
@@ -294,7 +312,7 @@ class _Reader:
 
     def _arithmetic(self, text: str) -> None:
         """Apply an assignment of `(( … ))` or `let`; other expressions change nothing."""
-        match = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=)\s*(.*)", text, re.DOTALL)
+        match = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=(?!=))\s*(.*)", text, re.DOTALL)
         if match is None:
             return
         name, sign, rest = match.groups()
@@ -336,6 +354,7 @@ class _Reader:
                 self._names(condition)
             self._names_of_all(body)
         for conditions, body in branches:
+            self._all([condition for condition in conditions if not _is_test(condition)])
             outcome = self.conditions.outcome(conditions[-1]) if conditions else True
             if outcome is None:
                 if any(_changes(child) for child in body):
@@ -357,14 +376,18 @@ class _Reader:
         word = self.conditions.plain(subject)
         if word is None and _changes(node):
             self._left_out(subject, "no branch is taken")
+        falls = False  # `;&` walks over the next branch too, `;;&` tries the following patterns
         for item in node.named_children:
             if item.type != "case_item" or word is None:
                 continue
-            patterns = [source_of(child) for child in item.children_by_field_name("value")]
-            if any(fnmatch.fnmatchcase(word, pattern.strip("\"'")) for pattern in patterns):
-                values = item.children_by_field_name("value")
+            values = item.children_by_field_name("value")
+            patterns = [source_of(child).strip("\"'") for child in values]
+            if falls or any(fnmatch.fnmatchcase(word, pattern) for pattern in patterns):
                 self._all([child for child in item.named_children if child not in values])
-                return
+                ending = item.children[-1].type
+                falls = ending == ";&"
+                if ending not in (";&", ";;&"):
+                    return
 
     def _for(self, node: "Node") -> None:
         variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
@@ -375,7 +398,7 @@ class _Reader:
             for child in node.children_by_field_name("value")
             for word in self.expander.words(source_of(child), child.start_point[0] + 1)
         ]
-        for word in words[:1000]:
+        for word in words[:_MOST_ROUNDS]:
             if not word.unknown:
                 self.variables.values[source_of(variable)] = word
                 if self._round(body):
@@ -383,13 +406,20 @@ class _Reader:
 
     def _while(self, node: "Node") -> None:
         condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
-        rounds = 0
-        while condition is not None and body is not None and self.conditions.outcome(condition):
-            if self._round(body):
+        if condition is None or body is None:
+            return
+        ending = node.children[0].type == "until"
+        for _ in range(_MOST_ROUNDS):
+            if not _is_test(condition):
+                self._statement(condition)
+            outcome = self.conditions.outcome(condition)
+            if outcome is None and _changes(body):
+                taken = "the loop has one round" if ending else "the loop has no round"
+                self._left_out(condition, taken)
+            if outcome is ending or (outcome is None and not ending) or self._round(body):
                 return
-            rounds += 1
-            if rounds > 1000:
-                break
+            if outcome is None:
+                return
 
     def _round(self, body: "Node") -> bool:
         """Walk over a round of a loop; return True if it ends the loop."""
@@ -476,17 +506,78 @@ class _Reader:
         return [
             word
             for child in node.named_children
-            if child.type not in ("variable_assignment", "file_redirect", "comment")
+            if child.type
+            not in ("variable_assignment", "file_redirect", "herestring_redirect", "comment")
             for word in self.expander.words(source_of(child), child.start_point[0] + 1)
         ]
 
+    def _read(self, node: "Node", prefixes: "list[Node]") -> None:
+        """Set the variables of `read A B <<< TEXT` and `read -a ARRAY <<< TEXT`."""
+        text: Word | None = None
+        for child in node.named_children:
+            if child.type == "herestring_redirect":
+                text = self.expander.one(source_of(child)[3:].strip(), child.start_point[0] + 1)
+        words = [word.text for word in self._words(node)][1:]
+        names = [word for word in words if not word.startswith("-")]
+        if text is None or not names:
+            return
+        signs = "".join(source_of(each)[4:] for each in prefixes if source_of(each)[:4] == "IFS=")
+        signs = self.expander.one(signs, 0).text
+        if signs.strip():
+            parts = [replace(part, text=part.text.replace(signs, " ")) for part in text.parts]
+            text = Word(tuple(parts))
+        fields = list(text.fields())
+        if any(word.startswith("-") and "a" in word for word in words):
+            self.variables.values[names[0]] = [*fields]
+            return
+        space = Part(signs or " ", text.place)
+        for number, name in enumerate(names):
+            rest = fields[number:] if name is names[-1] else fields[number : number + 1]
+            joined = [part for word in rest for part in (space, *word.parts)][1:]
+            empty = Part("", text.place)
+            self.variables.values[name] = Word(tuple(joined) or (empty,))
+
     def _command(self, node: "Node") -> None:
         self._names(node)
-        self._call(self._words(node))
+        name = node.child_by_field_name("name")
+        prefixes = [child for child in node.named_children if child.type == "variable_assignment"]
+        for prefix in [*prefixes]:
+            # tree-sitter joins a line of several assignments to the command on the next line
+            between = "" if name is None else self._between(node, prefix, name)
+            if re.search(r"(?<!\\)\n", between):
+                self._assign(prefix)
+                prefixes.remove(prefix)
+        words = self._words(node)
+        if name is not None and source_of(name) == "read":
+            self._read(node, prefixes)
+            return
+        before = dict(self.variables.values)
+        for prefix in prefixes:
+            self._assign(prefix)
+        changed = {key for key, value in self.variables.values.items() if before.get(key) != value}
+        self._call(words)
+        for key in changed:
+            self._restore(key, before.get(key))
+
+    def _restore(self, name: str, value: Value | None) -> None:
+        """Set a variable to an earlier value; without one it is unset."""
+        if value is None:
+            self.variables.values.pop(name, None)
+        else:
+            self.variables.values[name] = value
+
+    @staticmethod
+    def _between(node: "Node", left: "Node", right: "Node") -> str:
+        """Return the text between two nodes within a third."""
+        text = node.text or b""
+        start = left.end_byte - node.start_byte
+        return text[start : right.start_byte - node.start_byte].decode("utf-8", errors="replace")
 
     def _call(self, words: list[Word]) -> None:
         """Follow a command: another script, a function, or the start of a Python program."""
+        environment = list[Word]()
         while words and (words[0].text in _PREFIXES or _ASSIGNMENT.match(words[0].text)):
+            environment.append(words[0])
             words = words[1:]
         if not words:
             return
@@ -499,6 +590,8 @@ class _Reader:
             self._arithmetic(" ".join(word.text for word in words[1:]))
         elif name == "shift":
             self._shift(self.expander.number(words[1].text) if len(words) > 1 else 1)
+        elif name == "set":
+            self._set(words[1:])
         elif name == "return":
             raise _ReturnError
         elif name in ("break", "continue"):
@@ -507,7 +600,7 @@ class _Reader:
             self._line(words[1:])
         elif name in self.functions and self.depth < _MOST_DEPTH:
             self._function(name, words[1:])
-        elif not self._shell(words):
+        elif not self._shell(words, environment):
             launch = _launch(words)
             if launch is not None:
                 self.script.launches.append(launch)
@@ -518,13 +611,33 @@ class _Reader:
         arguments = values.get("@")
         if not isinstance(arguments, list) or count is None or count < 0:
             return
-        values["@"] = rest = arguments[count:]
-        for number in range(1, 10):
-            values.pop(str(number), None)
-        values |= {str(number + 1): word for number, word in enumerate(rest[:9])}
+        self._number(arguments[count:])
 
-    def _shell(self, words: list[Word]) -> bool:
-        """Follow `bash FILE`, `sbatch FILE` and `sh -c TEXT`; return True if it was one."""
+    def _set(self, words: list[Word]) -> None:
+        """Replace the arguments; after options there may be a command of the next line."""
+        texts = [word.text for word in words]
+        if "--" in texts:
+            self._number(words[texts.index("--") + 1 :])
+        elif texts and texts[0][:1] not in ("-", "+"):
+            self._number(words)
+        else:
+            self._call(words[1:])
+
+    def _number(self, arguments: list[Word]) -> None:
+        """Set the arguments of the script."""
+        values = self.variables.values
+        values["@"] = arguments
+        for number in range(1, _NUMBERED + 1):
+            values.pop(str(number), None)
+        values |= {str(n + 1): word for n, word in enumerate(arguments[:_NUMBERED])}
+
+    def _shell(self, words: list[Word], environment: list[Word]) -> bool:
+        """Follow `bash FILE`, `sbatch FILE` and `sh -c TEXT`; return True if it was one.
+
+        Args:
+            words: words of the command.
+            environment: words of `env` before the command, such as `A=1`.
+        """
         for position, word in enumerate(words[:-1]):
             if word.text.rpartition("/")[2] not in _SHELLS:
                 continue
@@ -541,6 +654,11 @@ class _Reader:
             path = self._nearby(scripts[0].text)
             if path is not None and self.depth < 8 and path.resolve() != self.path.resolve():
                 child = self.variables.copy()
+                for word in (*environment, *words[: words.index(scripts[0])]):
+                    for pair in word.text.removeprefix("--export=").split(","):
+                        if _ASSIGNMENT.match(pair):
+                            name, _, value = pair.partition("=")
+                            child.values[name] = Word((Part(value, word.place, word.unknown),))
                 child.values["@"] = list(arguments)
                 child.values |= {str(n + 1): word for n, word in enumerate(arguments)}
                 _Reader(self.script, path, child, self.depth + 1).run(_text_of(path))
@@ -564,19 +682,15 @@ class _Reader:
 
     def _function(self, name: str, arguments: list[Word]) -> None:
         values = self.variables.values
-        saved = {key: values.get(key) for key in ("@", *map(str, range(1, 10)))}
-        values["@"] = arguments
-        values |= {str(number + 1): word for number, word in enumerate(arguments[:9])}
+        saved = {key: values.get(key) for key in ("@", *map(str, range(1, _NUMBERED + 1)))}
+        self._number(arguments)
         self.depth += 1
         self.local.append({})
         with contextlib.suppress(_ReturnError):
             self._statement(self.functions[name])
         self.depth -= 1
         for key, value in (saved | self.local.pop()).items():
-            if value is None:
-                values.pop(key, None)
-            else:
-                values[key] = value
+            self._restore(key, value)
 
     def _source_file(self, name: str) -> None:
         path = self._nearby(name)

@@ -333,6 +333,14 @@ class Expander:
             return [(_unknown(text, place), False)]
         return self._modified(name, rest, text, place)
 
+    def _pieces(self, text: str, place: Place) -> "list[_Piece]":
+        """Return the pieces of the text inside `${NAME:-text}`, with its own quotes."""
+        pieces: list[_Piece] = []
+        for number, (_, word) in enumerate(self._scan(text, place.line)):
+            pieces += [(Part(" ", place), False)] if number else []
+            pieces += [(piece, safe) for piece, safe in word if piece is None or piece.text]
+        return pieces
+
     def _modified(self, name: str, rest: str, text: str, place: Place) -> "list[_Piece]":
         """Return the pieces of `${NAME rest}`: a default, a removed affix, or a replacement."""
         value = self.variables.text(name)
@@ -348,15 +356,13 @@ class Expander:
             if rest.startswith(mark):
                 if not applies:
                     return self._variable(name, text, place)
-                default = self.one(rest[len(mark) :], place.line)
+                default = rest[len(mark) :]
                 if "=" in mark:
-                    self.variables.values[name] = default
-                return [(part, False) for part in default.parts if part.text]
+                    self.variables.values[name] = self.one(default, place.line)
+                return self._pieces(default, place)
         if rest.startswith((":+", "+")):
             absent = empty if rest[0] == ":" else value is None
-            if absent:
-                return []
-            return [(p, False) for p in self.one(rest.lstrip(":")[1:], place.line).parts]
+            return [] if absent else self._pieces(rest.lstrip(":")[1:], place)
         if rest.startswith((":?", "?")) or value is None or value.unknown:
             return self._variable(name, text, place)
         changed = _changed(value.text, rest)

@@ -67,6 +67,31 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
         ("A=1\nunset A\npython t.py ${A:-2}", ["2"]),
         ('A=1\ntest -z "$A" && A=2\npython t.py $A', ["1"]),
         ("A=true\nif $A; then B=1; fi\npython t.py $B", ["1"]),
+        ('set -- 8 9\nset -- --a $1 "$@"\npython t.py $@ $#', ["--a", "8", "8", "9", "4"]),
+        ("set -euo pipefail\nset a\npython t.py $1", ["a"]),
+        ("f() { python t.py ${10}; }\nf 1 2 3 4 5 6 7 8 9 x", ["x"]),
+        ('read -r A B <<< "1 2 3"\npython t.py "$B" $A', ["2 3", "1"]),
+        ("IFS=, read -ra A <<< 7,8\npython t.py ${A[1]} ${#A[@]}", ["8", "2"]),
+        (
+            "case ab in a*) A=1;;& x) B=2;; *b) C=3;& y) D=4;; *) E=5;; esac\n"
+            + "python t.py $A $C $D",
+            ["1", "3", "4"],
+        ),
+        ("declare -i A=3+4\nA+=1\nA=A*2\npython t.py $A", ["16"]),
+        ("python t.py ${Y:-\"a b\"} ${Z:-'c d' e}", ["a b", "c d", "e"]),
+        ("if python t.py --a 1; then echo; fi", ["--a", "1"]),
+        ("if ! python t.py --a 1; then exit 1; fi", ["--a", "1"]),
+        ("until python t.py --a 1; do sleep 1; done", ["--a", "1"]),
+        ("N=0\nuntil [ $N -ge 3 ]; do N=$((N+1)); done\npython t.py $N", ["3"]),
+        ("until [ -f done ]; do python t.py --a 1; done", ["--a", "1"]),
+        ("A=1 B=$((A+1))\npython t.py $A $B", ["1", "2"]),
+        ("A=1\nA=2 python t.py $A", ["1"]),
+        ("f() { python t.py $A; }\nA=1\nA=2 f", ["2"]),
+        (
+            "A=a B=b\nC=$A/$B/c\nexport D=${A}/$B.d\npython t.py $C $D --x=$A/$B/e",
+            ["a/b/c", "a/b.d", "--x=a/b/e"],
+        ),
+        ("N=1\n((N == 2))\npython t.py $N", ["1"]),
     ],
 )
 def test_words_are_those_of_bash(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -108,6 +133,20 @@ def test_sourced_and_called_scripts_see_the_variables(tmp_path: Path) -> None:
     script = script_of(tmp_path, text)
     assert script.launches[0].program == "/code/pretrain.py"
     assert [word.text for word in script.launches[0].arguments] == ["--size", "3"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["A=2 bash run.sh", "env A=2 bash run.sh", "A=2 . run.sh", "sbatch --export=ALL,A=2 run.sh"],
+)
+def test_a_called_script_sees_the_variables_of_its_command(tmp_path: Path, call: str) -> None:
+    (tmp_path / "run.sh").write_text("python t.py ${A:-1}")
+    assert words_of(tmp_path, f"{call}\n") == ["2"]
+
+
+def test_a_statement_that_is_not_read_is_named(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "for ((i=0; i<3; i++)); do A=$i; done\npython t.py $A")
+    assert script.remarks == ["train.sh:1: for ((i=0; i<3; i++)); do A=$i; done is not read"]
 
 
 def test_files_that_a_script_writes_are_read(tmp_path: Path) -> None:
