@@ -187,7 +187,9 @@ def megatron_model(settings: Settings, family: str, replicas: int | None) -> For
         if rampup is not None:
             batch = int(number(rampup.words[0]))
         if steps is not None:
-            batch = int(" ".join(steps.words).strip("\"'").split()[0].partition(":")[2])
+            batch = int(
+                " ".join(steps.words).strip("\"'").replace(",", " ").split()[0].partition(":")[2]
+            )
         return ForeignModel(
             family=family,
             layers=layers,

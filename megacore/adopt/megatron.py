@@ -290,7 +290,8 @@ def _growth(settings: Settings, draft: Draft) -> None:
                 draft.put(f"{name}.{key}", value, rampup)
     if steps is None:
         return
-    pairs = [pair.partition(":")[::2] for pair in " ".join(steps.words).strip("\"'").split()]
+    written = " ".join(steps.words).strip("\"'").replace(",", " ")
+    pairs = [pair.partition(":")[::2] for pair in written.split()]
     try:
         at = [_amount(tokens) for tokens, _ in pairs]
         sizes = [positive(size) for _, size in pairs]
@@ -329,6 +330,7 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
     if draft.get("train.global_batch_size") is None:
         return
     fraction = settings.get("--lr-warmup-fraction")
+    each = _samples_of_an_iteration(settings, draft)
     for part, name in (("decay", "optim.lr_decay_iters"), ("warmup", "optim.lr_warmup_iters")):
         for unit in ("iters", "samples", "tokens"):
             setting = settings.get(f"--lr-{part}-{unit}")
@@ -339,23 +341,71 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
                 draft.ignore(setting, "it requests no warm-up of its own")
             elif part == "warmup" and unit == "samples":
                 draft.put("optim.lr_warmup_samples", value, setting)
-            elif unit == "iters":
+            elif unit == "iters" and each is None:
                 draft.put(name, value, setting)
+            elif unit == "iters" and part == "warmup" and each is not None:
+                draft.put("optim.lr_warmup_samples", value * each, setting, f"x {each} samples")
+            elif unit == "iters" and each is not None:
+                iterations = iterations_of(draft, value * each, tokens=False)
+                draft.put(name, max(1, iterations), setting, f"x {each} samples")
             else:
                 iterations = iterations_of(draft, value, tokens=unit == "tokens")
                 draft.put(name, max(1, iterations), setting)
+    if each is not None and "optim.lr_decay_iters" not in draft.values:
+        run = iterations_of(draft, draft.get("train.train_iters", 1) * each, tokens=False)
+        draft.put("optim.lr_decay_iters", run, default, f"--train-iters x {each} samples")
     share = number_of(fraction, draft, "optim.lr_warmup_fraction")
     if fraction is not None and share is not None:
-        draft.put("optim.lr_warmup_fraction", share, fraction)
-    setting = settings.get("--lr-wsd-decay-samples")
-    value = integer_of(setting, draft, "optim.lr_wsd_decay_iters")
-    if setting is not None and value is not None:
-        draft.put("optim.lr_wsd_decay_iters", iterations_of(draft, value, tokens=False), setting)
-    if "train.rampup_batch_size.start" in draft.values and "--train-iters" not in settings:
+        growing = "train.rampup_batch_size.start" in draft.values
+        decay = _decay_samples(settings, draft, each) if growing else None
+        if decay is None:
+            draft.put("optim.lr_warmup_fraction", share, fraction)
+        else:
+            draft.put(
+                "optim.lr_warmup_samples", int(share * decay), fraction, f"of {decay} samples"
+            )
+    for unit in ("samples", "iters"):
+        setting = settings.get(f"--lr-wsd-decay-{unit}")
+        value = integer_of(setting, draft, "optim.lr_wsd_decay_iters")
+        if setting is None or value is None:
+            continue
+        if unit == "samples" or each is not None:
+            samples = value if each is None or unit == "samples" else value * each
+            value = int(samples / draft.get("train.global_batch_size"))
+        draft.put("optim.lr_wsd_decay_iters", value, setting)
+    if "train.rampup_batch_size.start" in draft.values:
         draft.remarks.append(
             "Megatron moves the learning rate by samples, here it moves by iterations: they differ "
             "until the batch has grown"
         )
+
+
+def _samples_of_an_iteration(settings: Settings, draft: Draft) -> int | None:
+    """Return by how many samples Megatron's schedule counts an iteration; None if it does not.
+
+    Its learning rate moves by samples. A schedule in iterations is multiplied by the batch of the
+    flags, also while the batch is smaller.
+    """
+    growing = "train.rampup_batch_size.start" in draft.values
+    if not growing or "--train-iters" not in settings:
+        return None
+    total: int = draft.get("train.global_batch_size")
+    replicas = data_parallel_size(settings, draft)
+    if "--global-batch-size" in settings or replicas is None:
+        return total
+    micro: int = draft.get("train.micro_batch_size", 1)
+    return micro * replicas
+
+
+def _decay_samples(settings: Settings, draft: Draft, each: int | None) -> int | None:
+    """Return the samples until the learning rate is lowest; None if tokens say it."""
+    flags = ("--lr-decay-iters", "--train-iters", "--lr-decay-samples", "--train-samples")
+    for flag in flags:
+        setting = settings.get(flag)
+        value = None if setting is None or setting.unknown else read_number(first(setting))
+        if value is not None:
+            return int(value) * (each or 1)
+    return None
 
 
 def _optimizer(settings: Settings, draft: Draft, default: str) -> None:

@@ -171,7 +171,7 @@ TRAINING: dict[str, Rule] = {
     "--warmup": Absent("Megatron's own old name", "--lr-warmup-fraction"),
     "--lr-warmup-init": To("optim.lr_warmup_init", number),
     "--lr-wsd-decay-style": To("optim.lr_wsd_decay_style"),
-    "--lr-wsd-decay-iters": To("optim.lr_wsd_decay_iters", integer),
+    "--lr-wsd-decay-iters": _SCHEDULE,
     "--lr-wsd-decay-samples": _SCHEDULE,
     "--decoupled-lr": Absent("another rate of embedding and head", "optim.lr for all weights"),
     "--decoupled-min-lr": Absent("another rate of embedding and head", "optim.min_lr"),

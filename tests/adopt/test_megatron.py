@@ -214,12 +214,31 @@ def test_samples_are_iterations_with_the_growth_of_the_batch(tmp_path: Path) -> 
 
 
 def test_even_steps_of_the_batch_are_a_ramp_up(tmp_path: Path) -> None:
-    text = GPT.replace("--global-batch-size 16", "--step-batch-size-schedule '0:16 16K:32 32K:48'")
+    text = GPT.replace("--global-batch-size 16", "--step-batch-size-schedule '0:16 16K:32, 32K:48'")
     result = config_of(tmp_path, adopted(tmp_path, "gpt.sh", text))
     rampup = result.train.rampup_batch_size
     assert rampup is not None
     assert (rampup.start, rampup.increment, rampup.samples) == (16, 16, 250)
     assert result.train.global_batch_size == 48
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay"),
+    [  # the batch grows for 6 x 16, 3 x 32 and 2 x 48 samples, 288 in 11 iterations
+        ("--train-iters 100 --lr-warmup-iters 4", 256, 106),
+        ("--train-iters 100 --lr-decay-iters 50 --lr-warmup-fraction 0.1", 320, 56),
+        ("--train-samples 6400 --lr-warmup-fraction 0.1", 640, 106),
+    ],
+)
+def test_schedules_in_iterations_count_whole_batches_while_the_batch_grows(
+    tmp_path: Path, flags: str, warmup: int, decay: int
+) -> None:
+    text = GPT.replace("--train-iters 100", flags).replace("size 16", "size 64")
+    result = config_of(
+        tmp_path, adopted(tmp_path, "gpt.sh", f"{text} --rampup-batch-size 16 16 250")
+    )
+    assert result.optim.lr_warmup_samples == warmup
+    assert result.lr_decay_iters == decay
 
 
 def test_hosts_are_added_where_a_replica_does_not_fit(tmp_path: Path) -> None:
