@@ -327,6 +327,7 @@ def _batches(settings: Settings, draft: Draft) -> None:
 
 def _schedule(settings: Settings, draft: Draft) -> None:
     for key, name, default in (
+        ("optimizer.params.lr", "optim.lr", 1e-3),
         ("lr_decay_style", "optim.lr_decay_style", "linear"),
         ("warmup", "optim.lr_warmup_fraction", 0.01),
         ("weight_decay", "optim.weight_decay", 0.1),
@@ -334,7 +335,7 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         ("eval_interval", "train.eval_interval", 1000),
         ("log_interval", "train.log_interval", 100),
     ):
-        if key not in settings:
+        if key not in settings and name not in draft.values:
             draft.put(name, default, DEFAULT)
     _linear(settings, draft)
     fraction = settings.get("lr_decay_fraction")

@@ -98,7 +98,7 @@ TABLE: dict[str, Rule] = {
     "pipe_partition_method": NoEffect("layers are divided evenly"),
     "output_layer_parallelism": NoEffect("the head's rows are divided over the vocabulary"),
     "use_bnb_optimizer": Absent("an 8-bit optimizer", "AdamW"),
-    "lr": To("optim.lr", number),
+    "lr": NoEffect("GPT-NeoX takes the learning rate of optimizer.params"),
     "lr_decay_style": Choice(
         "optim.lr_decay_style",
         {"linear": "linear", "cosine": "cosine", "constant": "constant"},

@@ -121,3 +121,14 @@ def test_a_cosine_that_ends_early_rises_again_in_neox(tmp_path: Path) -> None:
 def test_wrong_values_of_neox_are_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
+
+
+@pytest.mark.parametrize(("params", "rate"), [('{"lr": 0.006}', 0.006), ("{}", 0.001)])
+def test_the_learning_rate_is_that_of_the_optimizer(
+    tmp_path: Path, params: str, rate: float
+) -> None:
+    written = '{"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1.0e-8}},'
+    text = NEOX_MODEL.replace(written, f'{params}}}, "lr": 0.1,')
+    result = adopted(tmp_path, "a.yml", text)
+    assert config_of(tmp_path, result).optim.lr == rate
+    assert "GPT-NeoX takes the learning rate of optimizer.params" in result.text
