@@ -37,6 +37,8 @@ _SIZES = {
 """Flags without which a run has no model."""
 _ITERATIONS = 1000
 """Length of a run that no flag gives."""
+_RATE = 1e-3
+"""Learning rate that no flag gives."""
 _CONSTANT_WINDOW = 10**9
 """Window of a loss scale that never grows."""
 
@@ -320,6 +322,9 @@ def _amount(text: str) -> float:
 
 
 def _schedule(settings: Settings, draft: Draft, default: str) -> None:
+    if "--lr" not in settings:
+        draft.put("optim.lr", _RATE, "not written")
+        draft.ask("optim.lr", "which learning rate? no flag says it")
     style = settings.get("--lr-decay-style")
     if style is None:
         draft.put("optim.lr_decay_style", "linear", default)

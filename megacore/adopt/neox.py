@@ -337,6 +337,8 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     ):
         if key not in settings and name not in draft.values:
             draft.put(name, default, DEFAULT)
+    if "optimizer" not in settings:
+        draft.ask("optim.lr", "which learning rate? give the file that has optimizer too")
     _linear(settings, draft)
     fraction = settings.get("lr_decay_fraction")
     share = number_of(fraction, draft, "optim.lr_decay_iters")

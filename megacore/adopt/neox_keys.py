@@ -189,7 +189,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         NoEffect("it is for Mamba and RWKV, which attention_config turns on"),
     ),
     (
-        r".*_(label|reward)_data_paths|(pos|neg)_.*|(dpo|kto|kl|fp32_reinforce|reinforce)_.*",
+        r".*_(label|reward)_data_paths|(pos|neg)_.*|(dpo|kto|kl|reinforce)_.*|fp32_reinforce",
         _TUNING,
     ),
     (

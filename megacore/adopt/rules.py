@@ -5,6 +5,7 @@ program's module has applied the table, each setting is in exactly one place of 
 without effect, refused, or a question.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megacore.config.base import MAX_INTEGER
-from megacore.foreign.files import nearest, read_number
+from megacore.foreign.files import read_number
 
 _Number = TypeVar("_Number", int, float)
 
@@ -291,12 +292,9 @@ class Rules:
         rule = self.rule(setting.name)
         match rule:
             case None:
-                draft.refuse(
-                    setting,
-                    "unknown here",
-                    nearest(setting.name, sorted(self.exact)).strip(" ()").replace("?", "")
-                    or "leave it out",
-                )
+                close = difflib.get_close_matches(setting.name, self.exact, n=1, cutoff=0.5)
+                near = f"did you mean {close[0]}" if close else "leave it out"
+                draft.refuse(setting, "unknown here", near)
             case On(name, value):
                 if isinstance(setting.value, bool) and not setting.value:
                     draft.ignore(setting, "it requests nothing")

@@ -310,6 +310,15 @@ def test_wrong_values_are_named_with_flag_and_line(
         gpt(tmp_path, flags)
 
 
+def test_a_learning_rate_that_no_flag_gives_is_a_question(tmp_path: Path) -> None:
+    result = adopted(tmp_path, "gpt.sh", GPT.replace("--lr 1e-4", ""))
+    assert "optim.lr: which learning rate?" in result.text
+
+
+def test_an_unknown_flag_without_a_similar_name_is_refused_in_short(tmp_path: Path) -> None:
+    assert refusals(gpt(tmp_path, "--zzz 3"))[0].endswith("unknown here; nearest: leave it out")
+
+
 def test_words_without_a_flag_are_refused_one_by_one(tmp_path: Path) -> None:
     assert refusals(gpt(tmp_path, "--bf16 yes please --swiglu no")) == [
         f"{word} (gpt.sh:1): a word that belongs to no flag; nearest: leave it out"
