@@ -14,6 +14,7 @@ from megacore.adopt.rules import (
     integer,
     integer_of,
     number,
+    switch,
     word,
 )
 from megacore.config.deepspeed import FIELD_BY_KEY
@@ -289,7 +290,7 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
     key, value = setting.name, setting.value
     if key in ("fp16.enabled", "bf16.enabled"):
         wanted = key.split(".")[0]
-        if str(value).lower() == "true":
+        if bool(value) if value in (0, 1) else switch(value):
             kind = "bf16" if _fp16(content, "type") == "bfloat16" else wanted
             draft.put("train.precision", kind, setting)
         else:

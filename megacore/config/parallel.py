@@ -51,7 +51,7 @@ class ParallelConfig(Section):
     """State that data-parallel ranks divide (ZeRO; Rajbhandari et al. 2020): optimizer divides main
     weights and moments (stage 1), gradients also the main gradients (stage 2), parameters also the
     weights that the model computes with (stage 3)."""
-    grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
+    grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0, le=1e9)
     """Size of a gradient-reduction bucket in MiB of fp32."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
     """Data type of the gradients in the reduction between data-parallel ranks; they are always

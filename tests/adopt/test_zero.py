@@ -203,3 +203,18 @@ def test_a_json_that_accelerates_yaml_names_is_refused_with_the_command(tmp_path
         "deepspeed_config_file ds.json: settings in another file; nearest: megacore adopt ds.json"
     ]
     assert config_of(tmp_path, result).launch.nproc_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("enabled", "precision"), [("1", "bf16"), ("true", "bf16"), ('"True"', "bf16"), ("0", "auto")]
+)
+def test_a_precision_is_enabled_as_in_deepspeed(
+    tmp_path: Path, enabled: str, precision: str
+) -> None:
+    text = f'{{"bf16": {{"enabled": {enabled}}}, "train_batch_size": 8}}'
+    assert config_of(tmp_path, adopted(tmp_path, "ds.json", text)).train.precision == precision
+
+
+def test_a_precision_that_is_neither_enabled_nor_disabled_is_refused(tmp_path: Path) -> None:
+    result = adopted(tmp_path, "ds.json", '{"fp16": {"enabled": "yes"}, "train_batch_size": 8}')
+    assert "fp16.enabled: yes (ds.json:1): its value cannot be read" in refusals(result)[0]

@@ -223,6 +223,7 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             {"parallel.pipeline_partition": [1, "b"]},
             "parallel.pipeline_partition is [1, 'b']: give balanced, uniform or a",
         ),
+        ({"parallel.grad_reduce_bucket_mb": 1e308}, "parallel.grad_reduce_bucket_mb is 1e+308"),
         ({"parallel.tensor_parallel": 2}, "(did you mean tensor_model_parallel_size?)"),
         ({"train.clip_grad": 1}, "unknown key train.clip_grad (did you mean optim.clip_grad?)"),
         ({"train.grad_clip": 1}, "unknown key train.grad_clip (did you mean optim.clip_grad?)"),
