@@ -195,7 +195,12 @@ def _content(path: Path) -> tuple[Any, dict[str, int]]:
             content = parse_json(text.encode("utf-8"))
             if not isinstance(content, dict) or kind_of(content) is None:
                 return content, lines
-    content = parse_yaml(text.replace("\t", "  "), str(path))
+    try:
+        content = parse_yaml(text.replace("\t", "  "), str(path))
+    except ConfigError:
+        if path.suffix in (".json", ".yml", ".yaml"):
+            raise
+        return None, lines
     _lines(yaml.compose(text.replace("\t", "  "), Loader=yaml.SafeLoader), "", lines)
     return content, lines
 
@@ -255,9 +260,17 @@ def kind_of(content: Any) -> str | None:
     known = [key for key in keys if NEOX.rule(key) is not None]
     if keys & {"num_layers", *_NEOX_SIGNS}:
         return "neox"
-    if (keys & _DEEPSPEED_KEYS and len(known) < len(keys)) or keys <= _DEEPSPEED_KEYS:
+    signs = {key for key in keys & _DEEPSPEED_KEYS if _in_deepspeeds_form(key, content.get(key))}
+    if (signs and len(known) < len(keys)) or keys <= signs:
         return "deepspeed"
     return "neox" if known and len(known) * 2 > len(keys) else None
+
+
+def _in_deepspeeds_form(key: str, value: Any) -> bool:
+    """Return True if a key that other programs have too has a value of DeepSpeed's JSON."""
+    if key in ("fp16", "bf16"):
+        return isinstance(value, dict)
+    return key != "optimizer" or (isinstance(value, dict) and "type" in value)
 
 
 def _nanotron(path: Path, content: Mapping[str, Any], lines: Mapping[str, int]) -> Settings:
@@ -376,9 +389,11 @@ def _other(path: Path, script: Script) -> str:
             if text and re.search(pattern, text, re.IGNORECASE):
                 return f"{path.name}: {what}"
     called = [name.split()[0] for name in script.commands if name.split()]
-    starts = "it starts no Python program" if not script.launches else f"it starts {programs}"
+    starts = "it starts no Python program that trains a language model"
+    if script.launches:
+        starts = f"it starts {programs}, which is no pretrain_gpt.py, pretrain_bert.py or the like"
     names = ", ".join(dict.fromkeys(called[:6])) or "none"
-    return f"{path.name}: {starts} that trains a language model (commands: {names})"
+    return f"{path.name}: {starts} (commands: {names})"
 
 
 def _ranks(launcher: tuple[Word, ...], settings: Settings) -> None:

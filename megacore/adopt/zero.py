@@ -274,7 +274,7 @@ def read_json(
             try:
                 _key(draft, setting, content)
             except (ValueError, TypeError, ArithmeticError):
-                if isinstance(value, str) and re.fullmatch(r"[A-Z_]+", value):
+                if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", value):
                     draft.missing.append((setting, JSON_VALUES.get(key, key)))
                     draft.done.add(key)
                 else:

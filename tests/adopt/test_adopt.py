@@ -88,6 +88,14 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("a.sh", "python pretrain_vlm.py --num-layers 2", "multimodal"),
         ("a.sh", "echo hello", "starts no Python program"),
         ("a.yaml", "foo: 1\n", "settings of none of"),
+        ("olmo.yaml", "model: {}\noptimizer: {name: adamw, lr: 1}\n", "settings of none of"),
+        ("lora.yaml", "base_model: a\noptimizer: adamw\nbf16: true\n", "settings of none of"),
+        ("a.toml", "[model]\nname = 'a'\n", "settings of none of"),
+        (
+            "clm.sh",
+            "torchrun run_clm.py --lr 1\n",
+            "it starts run_clm.py, which is no pretrain_gpt.py",
+        ),
         ("a.yml", "data_path: x\nvocab_file: y\n", "a part of a GPT-NeoX configuration"),
     ],
 )

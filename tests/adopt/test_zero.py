@@ -218,3 +218,10 @@ def test_a_precision_is_enabled_as_in_deepspeed(
 def test_a_precision_that_is_neither_enabled_nor_disabled_is_refused(tmp_path: Path) -> None:
     result = adopted(tmp_path, "ds.json", '{"fp16": {"enabled": "yes"}, "train_batch_size": 8}')
     assert "fp16.enabled: yes (ds.json:1): its value cannot be read" in refusals(result)[0]
+
+
+def test_a_placeholder_of_a_template_is_a_missing_value(tmp_path: Path) -> None:
+    text = '{"fp16": {"enabled": CONFIG_FP16_ENABLED}, "train_batch_size": 8}'
+    result = adopted(tmp_path, "ds.json", text)
+    assert result.draft is not None
+    assert (result.outcome, result.draft.missing[0][1]) == ("incomplete", "fp16.enabled")
