@@ -70,7 +70,8 @@ def named_directory(name: str | Path, root: Path | None = None) -> Path:
     """Return the directory that `name` names in a workspace, or else the path `name`.
 
     A run is named by its key, the beginning of its key, or its name; another artifact by its key
-    or the beginning of it. A path that exists, or that has several parts, names nothing else.
+    or the beginning of it. A path that exists, or that has several parts, names nothing else, and
+    neither does the prefix of token files that exist.
 
     Args:
         name: name or path; a path need not exist.
@@ -80,7 +81,7 @@ def named_directory(name: str | Path, root: Path | None = None) -> Path:
         ConfigError: if several runs and artifacts are called so.
     """
     path, text = Path(name), str(name)
-    if not text or "/" in text or path.exists():
+    if not text or "/" in text or path.exists() or Path(f"{path}.idx").exists():
         return path
     root = root or workspace_root()
     directories = [

@@ -142,6 +142,8 @@ def test_a_name_is_that_of_a_run_or_the_key_of_an_artifact(
     (workspace.folder("train") / "abcdef").mkdir()
     assert named_directory("abcd") == export
     assert named_directory("abcd", workspace.root / "none") == Path("abcd")
+    (workspace.root / "gpt2-test.idx").touch()
+    assert named_directory("gpt2-test") == Path("gpt2-test")
 
 
 def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
