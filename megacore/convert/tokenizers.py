@@ -6,6 +6,9 @@ Their files are copied, or converted to a tokenizer.json.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
 from megacore.artifact.files import read_json, reason_of
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConversionError, DataFormatError
@@ -34,6 +37,11 @@ _SENTENCEPIECE = (MODEL_NAME, "spiece.model")
 _ADDED_NAME = "added_tokens.json"
 _OTHER_SPLITS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 """Classes whose vocab.json and merges.txt belong to another division of texts than GPT-2's."""
+_BYTE_LEVEL = frozenset(
+    {"GPT2Tokenizer", "GPT2TokenizerFast", "GPTNeoXTokenizer", "GPTNeoXTokenizerFast"}
+)
+_WORDPIECE = frozenset({"BertTokenizer", "BertTokenizerFast"})
+"""Classes that replace options in a tokenizer.json by those in tokenizer_config.json."""
 
 
 def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer | None:
@@ -206,13 +214,16 @@ def _settings(source: Path) -> dict[str, Any]:
 
 def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
     tokenizer = _read_files(source, settings)
-    if tokenizer is not None and not (source / TOKENIZER_NAME).is_file():
+    if tokenizer is not None:
         _check_complete(tokenizer, source, settings)
     return tokenizer
 
 
 def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]) -> None:
-    """Refuse files that encode a text otherwise than transformers, which a tokenizer.json tells."""
+    """Refuse files that encode a text otherwise than transformers.
+
+    A tokenizer.json that transformers writes encodes as it does.
+    """
     sentinel, padding = SENTINEL.partition("{")[0], _content(settings.get("pad_token"))
     lacking = [
         token
@@ -221,15 +232,16 @@ def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]
         and not token.startswith(sentinel)
         and token != padding  # which no text has
     ]
-    kind = settings.get("tokenizer_class")
+    kind, written = settings.get("tokenizer_class"), (source / TOKENIZER_NAME).is_file()
     if lacking:
         reason = f"its vocabulary lacks the added tokens {', '.join(lacking[:4])}"
-    elif isinstance(tokenizer, JsonTokenizer) and kind in _OTHER_SPLITS:
+    elif isinstance(tokenizer, JsonTokenizer) and kind in _OTHER_SPLITS and not written:
         reason = f"a {kind} does not divide texts as GPT-2's"
     else:
         return
+    has, write = ("a {}, but", "it again") if written else ("no {}, and", "one")
     raise ConversionError(
-        f"{source} has no {TOKENIZER_NAME}, and {reason}: write one with "
+        f"{source} has {has.format(TOKENIZER_NAME)} {reason}: write {write} with "
         "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
     )
 
@@ -246,8 +258,9 @@ def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
             ) from error
     decoder = settings.get("added_tokens_decoder")
     added += decoder.values() if isinstance(decoder, dict) else []
-    more = settings.get("additional_special_tokens")
-    added += more if isinstance(more, list) else []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key)
+        added += more if isinstance(more, list) else []
     return list(dict.fromkeys(text for token in added if (text := _content(token)) is not None))
 
 
@@ -257,27 +270,50 @@ def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
     # An export of a SentencePiece model has both: only the model reads special tokens as text.
     if TOKENIZER_NAME in files and not (model and settings.get(SPLIT_SPECIAL)):
         path = source / TOKENIZER_NAME
-        return JsonTokenizer(read_backend(path), _end(settings, path))
+        backend = read_backend(path)
+        _follow_class(backend, settings)
+        return JsonTokenizer(backend, _end(settings, path))
     if model is not None:
         # imported here because only SentencePiece tokenizers need it
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel.read(source / model)
     if "vocab.txt" in files:
-        lower_case = bool(settings.get("do_lower_case", True))
-        accents = settings.get("strip_accents")
+        lower_case, strip_accents, divide_chinese = _wordpiece_options(settings)
         backend = read_wordpiece(
             source / "vocab.txt",
             lower_case=lower_case,
-            strip_accents=None if accents is None else bool(accents),
-            divide_chinese=bool(settings.get("tokenize_chinese_chars", True)),
+            strip_accents=strip_accents,
+            divide_chinese=divide_chinese,
         )
         settings |= BERT_ROLES
         return JsonTokenizer(backend, BERT_ROLES["sep_token"])
     if {"vocab.json", "merges.txt"} <= files:
         backend = read_gpt2_bpe(source / "vocab.json", source / "merges.txt")
+        _follow_class(backend, {"tokenizer_class": "GPT2Tokenizer", **settings})
         return JsonTokenizer(backend, _content(settings.get("eos_token")) or END_OF_TEXT)
     return None
+
+
+def _wordpiece_options(settings: dict[str, Any]) -> tuple[bool, bool | None, bool]:
+    """Return whether BERT's class lowers letters, strips accents and divides Chinese words."""
+    accents = settings.get("strip_accents")
+    return (
+        bool(settings.get("do_lower_case", True)),
+        None if accents is None else bool(accents),
+        bool(settings.get("tokenize_chinese_chars", True)),
+    )
+
+
+def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Give a tokenizer the options that its class of transformers gives it."""
+    kind = settings.get("tokenizer_class")
+    division, normalizer = backend.pre_tokenizer, backend.normalizer
+    if kind in _BYTE_LEVEL and isinstance(division, pre_tokenizers.ByteLevel):
+        division.add_prefix_space = bool(settings.get("add_prefix_space", False))
+    if kind in _WORDPIECE and isinstance(normalizer, normalizers.BertNormalizer):
+        options = _wordpiece_options(settings)
+        normalizer.lowercase, normalizer.strip_accents, normalizer.handle_chinese_chars = options
 
 
 def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSpec) -> None:

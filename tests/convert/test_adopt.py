@@ -9,6 +9,7 @@ from megacore.convert.tokenizers import adopt_tokenizer, missing_end, with_speci
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer, load_tokenizer
+from megacore.tokenizer.wordpiece import read_wordpiece
 from tests.convert._models import tiny_spec
 
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -139,3 +140,72 @@ def test_config_json_takes_precedence_over_the_tokenizer(tmp_path: Path) -> None
         ConversionError, match="has 270 entries, and the model ends a text with token 290"
     ):
         with_special_tokens(spec.model_copy(update={"special_tokens": roles}), tokenizer, tmp_path)
+
+
+BYTE_LEVEL = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+WORDPIECE = {"tokenizer_class": "BertTokenizer", "sep_token": "[SEP]"}
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] The the Élan élan elan brown fox"
+
+
+@pytest.mark.parametrize(
+    ("in_file", "settings"),
+    [
+        (False, BYTE_LEVEL | {"add_prefix_space": True}),
+        (True, BYTE_LEVEL),
+        (True, BYTE_LEVEL | {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        (True, WORDPIECE | {"do_lower_case": False}),
+        (False, WORDPIECE),
+        (True, WORDPIECE | {"strip_accents": False}),
+    ],
+)
+def test_options_of_the_class_replace_those_of_tokenizer_json(
+    in_file: bool, settings: dict[str, object], tmp_path: Path
+) -> None:
+    """Check settings against a tokenizer.json with a prefix space or lower case if `in_file`."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    if "sep_token" in settings:
+        vocabulary = tmp_path / "words"
+        vocabulary.write_text("\n".join(WORDS.split()), encoding="utf-8")
+        JsonTokenizer(read_wordpiece(vocabulary, lower_case=in_file), "[SEP]").save(hf)
+    else:
+        ours = byte_level()
+        ours.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=in_file)
+        ours.save(hf)
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    text = "The Élan brown fox"
+    ids = AutoTokenizer.from_pretrained(hf)(text, add_special_tokens=False)["input_ids"]
+    assert adopt(hf, tmp_path / "own").encode(text).tolist() == ids
+
+
+def test_a_prefix_space_of_vocabulary_and_merges_is_followed(tmp_path: Path) -> None:
+    ours = byte_level()
+    ours.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    settings = BYTE_LEVEL | {"add_prefix_space": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    loaded = adopt(tmp_path, tmp_path / "own")
+    assert loaded.encode("the fox").tolist() == ours.encode(" the fox").tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"additional_special_tokens": ["<|im_start|>"]},
+        {"extra_special_tokens": ["<|im_start|>"]},
+        {"added_tokens_decoder": {"270": {"content": "<|im_start|>", "special": True}}},
+    ],
+)
+def test_a_tokenizer_json_without_an_added_token_is_refused(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    byte_level().save(tmp_path)
+    settings["eos_token"] = "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(
+        ConversionError, match=r"a tokenizer\.json, but its vocabulary lacks .*<\|im_start\|>"
+    ):
+        adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
