@@ -210,7 +210,7 @@ def import_model(
 def _deferred(
     spec: ModelSpec, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, DeferredTensor]]:
-    """Yield the tensors of a model so that each is read when it is written.
+    """Yield the tensors of a model so that each is read and checked when it is written.
 
     Raises:
         ConversionError: if `tensors` are of another model than `spec`.
@@ -223,7 +223,20 @@ def _deferred(
             f"the model has other tensors than its description says: {', '.join(differing[:4])}"
         )
     for name, shape in shapes.items():
-        yield name, DeferredTensor(shape, torch.float32, partial(tensors.__getitem__, name))
+        yield name, DeferredTensor(shape, torch.float32, partial(_finite, tensors, name))
+
+
+def _finite(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a tensor after checking its values."""
+    tensor = tensors[name]
+    # The sum of finite fp32 values is finite in fp64, and needs no memory as large as the tensor.
+    if not tensor.sum(dtype=torch.float64).isfinite():
+        count = int(tensor.numel() - tensor.isfinite().sum())
+        raise ConversionError(
+            f"{name} has NaN or infinite values ({count:,} of {tensor.numel():,}): the model's "
+            "training diverged or its files are damaged, use another checkpoint"
+        )
+    return tensor
 
 
 def _with_tokenizer(

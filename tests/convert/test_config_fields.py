@@ -177,7 +177,12 @@ def test_a_separate_head_with_scaling_is_refused(tmp_path: Path) -> None:
         ("gpt2", {"hidden_size": 64}, "hidden_size 64"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention True"),
         ("llama", {"sliding_window": 5}, "sliding_window 5"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config of 'fp8': its weights are quantized",
+        ),
+        ("llama", {"quantization": {"bits": 4}}, "a quantization: its weights are quantized"),
         ("qwen2", {"attention_bias": True}, "attention_bias True"),
         ("qwen2", {"use_mrope": True}, "use_mrope True"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),

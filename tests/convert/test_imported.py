@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,21 @@ def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:
     assert all(
         torch.equal(opened.tensors[name], expected.tensors[name]) for name in expected.tensors
     )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_without_a_number_is_refused_by_name(
+    value: float, gpt2: Path, tmp_path: Path
+) -> None:
+    opened = open_from_hf(gpt2)
+    tensors = dict(opened.tensors)
+    name = "encoder.layers.1.mlp.dense_h_to_4h.bias"
+    tensors[name][5] = value
+    with pytest.raises(ConversionError, match=rf"{re.escape(name)} has .* \(1 of 128\): "):
+        import_model(replace(opened, tensors=tensors), gpt2, tmp_path / "imported")
+    assert not list(tmp_path.iterdir())
+    tensors[name][5] = torch.finfo(torch.float32).max
+    import_model(replace(opened, tensors=tensors), gpt2, tmp_path / "imported")
 
 
 def test_other_pickles_are_refused(gpt2_copy: Path) -> None:

@@ -45,6 +45,8 @@ THEIR_ACTIVATION: dict[Activation, str] = {
 }
 """transformers' name of each activation, for a gated unit that of its gate's function."""
 
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+"""Keys with the format of quantized weights; the last one is MLX's."""
 T = TypeVar("T")
 
 
@@ -127,6 +129,19 @@ class HfConfig:
                 f"{self.path} has {key} {shortened(repr(value))}, which models here lack: only "
                 f"{supported} can be read"
             )
+
+    def refuse_quantized(self) -> None:
+        """Raise ConversionError if the weights are quantized, with what to do about it."""
+        for key in _QUANTIZATION:
+            value = self.values.get(key)
+            if value is not None:
+                kind = value.get("quant_method") if isinstance(value, dict) else value
+                raise ConversionError(
+                    f"{self.path} has a {key}{f' of {shortened(repr(kind))}' if kind else ''}: its "
+                    "weights are quantized, and models here have weights in fp32, bf16 or fp16: "
+                    "give the model's version before quantization, or one that its `dequantize()` "
+                    "in transformers gives"
+                )
 
     def refuse_unread(self, *without_effect: Container[str]) -> None:
         """Raise ConversionError for a key that nothing has read and that may have an effect.

@@ -167,6 +167,7 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         ConversionError: if our models do not support a value; the message names it and its key.
     """
     hf_class = _counterpart_of(config)
+    config.refuse_quantized()
     _check_layers(config)
     values = FORMS[hf_class.model_type].read_config(config)
     vocab_size = config.get("vocab_size", int)
