@@ -398,6 +398,7 @@ def workspace_errors(
             "EPERM": f"make it writable or {elsewhere}",
             "EROFS": elsewhere,
             "EEXIST": f"move what is in the way or {elsewhere}",
+            "EBUSY": f"it is a mount point or in use: {elsewhere}",
             "ENOTDIR": f"move the file that is in the way or {elsewhere}",
             "EISDIR": f"move the directory that is in the way or {elsewhere}",
             "ENAMETOOLONG": "give it a shorter name",
@@ -467,12 +468,13 @@ def staged(output: Path) -> Iterator[Path]:
     If the block fails, the directory is removed.
 
     Raises:
-        ConfigError: `output` is a file, or a directory that is not empty.
+        ConfigError: `output` is refused by `check_output`.
         WorkspaceError: `output` cannot be written.
         FileAccessError: the disk fails, the mount is lost, or too many files are open.
     """
     check_output(output)
-    target = output.absolute()
+    # A rename would not follow a link.
+    target = Path(os.path.realpath(output)) if output.is_symlink() else output.absolute()
     staging = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     missing_parents = [path for path in target.parents if not path.exists()]
     with workspace_errors(target, "give another --output"):
@@ -500,12 +502,23 @@ def staged(output: Path) -> Iterator[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Refuse an output that is a file or a non-empty directory. Raises ConfigError."""
+    """Refuse an output that a finished directory cannot be renamed to. Raises ConfigError.
+
+    Such outputs are files, directories that are not empty, mount points, and the working directory,
+    which the shell would lose.
+    """
     for place in (output.absolute(), *output.absolute().parents):
         if place.exists() and not place.is_dir():
             raise ConfigError(f"{place} is a file: give another --output")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty: give another --output, or remove it")
+    target = output.absolute()
+    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+        what = "a mount point" if target.is_mount() else "the working directory"
+        raise ConfigError(
+            f"{target} is {what}, which a finished output cannot replace: give a new "
+            "directory in it as --output"
+        )
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

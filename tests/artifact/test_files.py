@@ -13,6 +13,7 @@ import pytest
 from megacore.artifact.files import (
     access_error,
     access_errors,
+    check_output,
     copy_tree,
     link_or_copy,
     naming,
@@ -30,7 +31,13 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.artifact.manifest import Manifest
-from megacore.errors import ArtifactError, FileAccessError, TransientFileError, WorkspaceError
+from megacore.errors import (
+    ArtifactError,
+    ConfigError,
+    FileAccessError,
+    TransientFileError,
+    WorkspaceError,
+)
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,46 @@ def test_an_output_that_cannot_be_made_is_refused_with_the_cause(
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(kind, match=sentence), staged(tmp_path / "new" / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_output_is_made_where_a_link_points(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with staged(tmp_path / "link") as staging:
+        (staging / "file").touch()
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["file"]
+
+
+def test_outputs_that_a_rename_cannot_replace_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is the working directory, .* give a new directory in"):
+        check_output(Path())
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    (tmp_path / "volume").mkdir()
+    with pytest.raises(ConfigError, match=r"volume is a mount point, which .* cannot replace"):
+        check_output(Path("volume"))
+
+
+def test_an_output_that_turns_out_to_be_busy_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bind mount within one file system is no mount point to Python."""
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with (
+        pytest.raises(WorkspaceError, match=r"busy: it is a mount point or in use: give another"),
+        staged(tmp_path / "out"),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
