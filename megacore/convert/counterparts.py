@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from megacore.artifact.files import read_json
 from megacore.config.base import Section
-from megacore.config.data import DataConfig, SentencePieceTokenizer, TokenizerChoice
+from megacore.config.data import (
+    DataConfig,
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TokenizerChoice,
+)
 from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
@@ -303,32 +309,61 @@ def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_OWN_TOKENIZER = {"qwen2": True, "mistral": False, "olmo2": False, "phi3": False}
-"""Model types for which transformers 5 replaces the class of a SentencePiece model by another one,
-which encodes differently: True if it also does so for an export with a tokenizer.json."""
+_OWN_TOKENIZER = frozenset({"mistral", "olmo2", "phi3"})
+"""Model types for which transformers 5 replaces the class of a SentencePiece model without a
+tokenizer.json by another one, which encodes differently."""
+_QWEN2_DIVISION = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Expression by which the class Qwen2Tokenizer divides texts, after the normalization NFC.
+transformers 5 reads the tokenizer of every Qwen2 as this class, whatever its files say."""
 
 
-def _check_sentencepiece(hf_class: Counterpart, tokenizer: TokenizerChoice) -> None:
-    always = _OWN_TOKENIZER.get(hf_class.model_type)
-    if always is None or not isinstance(tokenizer, SentencePieceTokenizer):
-        return
-    if not always:
+def _check_tokenizer(hf_class: Counterpart, tokenizer: TokenizerChoice) -> None:
+    if hf_class.model_type == "qwen2" and not _is_of_qwen2(tokenizer):
+        raise ConfigError(
+            f"data.tokenizer of kind {tokenizer.kind} divides texts otherwise than Qwen2's, as "
+            f"which transformers reads the tokenizer of every {hf_class.architecture}, so that the "
+            "export would fail its gate: set model.add_qkv_bias to false, or give a tokenizer.json "
+            "that divides texts as Qwen2's with data.tokenizer.kind hf"
+        )
+    if hf_class.model_type in _OWN_TOKENIZER and isinstance(tokenizer, SentencePieceTokenizer):
         # imported here because other tokenizers do not need it
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         path = Path(tokenizer.model_file)
         # A later export does not need the file; a training without it is refused elsewhere.
-        if not path.is_file() or SentencePieceModel.read(path).exported() is not None:
-            return
-    kind = (
-        "a SentencePiece model" if always else "a SentencePiece model that no tokenizer.json equals"
-    )
-    raise ConfigError(
-        f"data.tokenizer is {kind}, which transformers reads as another tokenizer for "
-        f"{hf_class.architecture}, so that the export would fail its gate: give the tokenizer as a "
-        "tokenizer.json with data.tokenizer.kind hf"
-        f"{'' if always else ', or a SentencePiece BPE without normalization rules'}"
-    )
+        if path.is_file() and SentencePieceModel.read(path).exported() is None:
+            raise ConfigError(
+                "data.tokenizer is a SentencePiece model that no tokenizer.json equals, which "
+                f"transformers reads as another tokenizer for {hf_class.architecture}, so that the "
+                "export would fail its gate: give the tokenizer as a tokenizer.json with "
+                "data.tokenizer.kind hf, or a SentencePiece BPE without normalization rules"
+            )
+
+
+def _is_of_qwen2(tokenizer: TokenizerChoice) -> bool:
+    """Return True if the class Qwen2Tokenizer divides texts in the same way.
+
+    A file that cannot be read yet counts as such.
+    """
+    if not isinstance(tokenizer, HfTokenizer):
+        return False
+    if tokenizer.local_file is None:
+        return True
+    try:
+        content = read_json(tokenizer.local_file)
+        parts = content["pre_tokenizer"]["pretokenizers"]
+        return (
+            content["normalizer"] == {"type": "NFC"}
+            and parts[0]["pattern"] == {"Regex": _QWEN2_DIVISION}
+            and [part["type"] for part in parts] == ["Split", "ByteLevel"]
+        )
+    except (OSError, ValueError):
+        return True
+    except (LookupError, TypeError):
+        return False
 
 
 def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
@@ -341,7 +376,7 @@ def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
             continuation, or if transformers would read the tokenizer with another class.
         DataFormatError, FileAccessError: if a SentencePiece model is damaged or cannot be read.
     """
-    _check_sentencepiece(counterpart(family, model), data.tokenizer)
+    _check_tokenizer(counterpart(family, model), data.tokenizer)
     if parse_split(data.split_weights)[1] == 0:
         raise ConfigError(
             f"data.split {data.split_weights!r} leaves no validation samples on which the "

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config.data import HfTokenizer
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert import counterparts, exportable
 from megacore.convert.hf.write import copy_tokenizer
 from megacore.errors import ConfigError, ConversionError
-from megacore.tokenizer.build import build_tokenizer
-from megacore.tokenizer.load import load_tokenizer
+from megacore.tokenizer.build import build_tokenizer, train_bpe
+from megacore.tokenizer.load import JsonTokenizer, load_tokenizer
 from tests._families import LLAMA, OLMO2
 from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
@@ -80,7 +81,7 @@ def test_sequences_of_one_token_are_refused() -> None:
         (
             LLAMA | {"add_qkv_bias": True},
             "identity",
-            "a SentencePiece model, .* Qwen2ForCausalLM,",
+            "of kind sentencepiece divides texts otherwise than Qwen2's, .* Qwen2ForCausalLM, so",
         ),
     ],
 )
@@ -113,8 +114,37 @@ def test_transformers_replaces_the_tokenizers_that_are_refused(tmp_path: Path, r
         theirs = transformers.AutoTokenizer.from_pretrained(export)
         if theirs(text, add_special_tokens=False)["input_ids"] != ids:
             replaced.add(kind)
-    refused = counterparts._OWN_TOKENIZER
-    assert replaced == {kind for kind in refused if rule == "nmt_nfkc" or refused[kind]}
+    assert replaced == {"qwen2"} | (counterparts._OWN_TOKENIZER if rule == "nmt_nfkc" else set())
+
+
+@pytest.mark.parametrize("divided_as_qwen2", [True, False])
+def test_a_qwen2_is_exportable_only_with_a_tokenizer_that_divides_texts_as_its_own(
+    tmp_path: Path, divided_as_qwen2: bool
+) -> None:
+    import tokenizers
+    from transformers import AutoTokenizer, Qwen2Tokenizer
+
+    text = "in 1984 and 1985 a number"
+    backend = train_bpe([text] * 9, 272)
+    if divided_as_qwen2:
+        theirs = Qwen2Tokenizer().backend_tokenizer
+        backend.normalizer, backend.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
+    tokenizer = JsonTokenizer(tokenizers.Tokenizer.from_str(backend.to_str()), "<|endoftext|>")
+    tokenizer.save(tmp_path)
+    config = with_data(tokenizer=HfTokenizer(kind="hf", name=str(tmp_path)))
+    model = tiny_config(**LLAMA, add_qkv_bias=True).model
+    config = config.model_copy(update={"model": model})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    same = theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+    assert same is divided_as_qwen2
+    if divided_as_qwen2:
+        check(config)
+        return
+    for choice in (config.data.tokenizer, tiny_config().data.tokenizer):
+        data = config.data.model_copy(update={"tokenizer": choice})
+        with pytest.raises(ConfigError, match=rf"kind {choice.kind} divides texts otherwise"):
+            check(config.model_copy(update={"data": data}))
 
 
 def test_the_check_imports_neither_torch_nor_transformers() -> None:
