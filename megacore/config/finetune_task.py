@@ -38,7 +38,9 @@ class ClassificationConfig(Section):
     predict."""
     labels: tuple[str, ...] | None = keyed(None, min_length=2)
     """Names of the classes in the order of their numbers; null means the names in the data's
-    description, or the distinct labels of the training split."""
+    description, or the distinct labels of the training split. If all names are whole numbers, such
+    as "1" to "5", a number in the data is a name; if they are "true" and "false", so is a truth
+    value."""
     regression: bool = keyed(False)
     """If true, the label is a number to predict instead of a class."""
     max_length: int = keyed(128, gt=0)

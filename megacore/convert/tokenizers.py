@@ -142,7 +142,9 @@ def with_special_tokens(
     return spec.model_copy(update={"special_tokens": merged, "tokenizer_directory": str(directory)})
 
 
-def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+def missing_end(
+    tokenizer: "PreTrainedTokenizerBase", model: Any, *, target: bool = False
+) -> int | None:
     """Return the end token that a source lacks for an encoder-decoder; None if it lacks none.
 
     The encoders of transformers read sources with an end token, which most of their tokenizers
@@ -151,11 +153,12 @@ def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
     Args:
         tokenizer: the model's tokenizer.
         model: transformers configuration of the model.
+        target: True for the end token that a target lacks.
     """
     if not getattr(model, "is_encoder_decoder", False):
         return None
     end = end_id(tokenizer, model)
-    ids = tokenizer("a")["input_ids"]
+    ids = (tokenizer(text_target="a") if target else tokenizer("a"))["input_ids"]
     # Multilingual tokenizers add a language after the end; others may have no token for the text.
     return None if ids[-1:] == [end] or end in ids[1:] else end
 

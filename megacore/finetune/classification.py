@@ -21,6 +21,7 @@ from megacore.finetune.examples import (
     LABELS,
     SEGMENTS,
     Mapper,
+    are_numbers,
     check_columns,
     check_head,
     text_encoder,
@@ -178,27 +179,30 @@ def _numbered(
     names: tuple[str, ...],
     *,
     by_text: bool,
-) -> tuple[str, ...]:
-    """Return the classes that the numbers of a split count.
+) -> dict[int, str]:
+    """Return the classes of the numbers that a split may have.
 
     They are empty if no number can be assigned to a class. Each split may number the classes in
-    another way.
+    another way. Without names in the data, numbers count the classes from 0, unless the classes
+    are named by numbers.
 
     Raises DataFormatError if task.labels renames other classes than the split has.
     """
     split_names = _feature_names(splits[split], column)
     train_names = _feature_names(splits["train"], column)
+    if split_names is None and train_names is None and are_numbers(names):
+        return {int(name): name for name in names}
     if split_names is None:
-        return () if by_text else names
+        return {} if by_text else dict(enumerate(names))
     if train_names is None or train_names == names:
-        return split_names
+        return dict(enumerate(split_names))
     if split_names != train_names:
         raise DataFormatError(
             f"the column {column!r} of the {split} split has the classes {_listed(split_names)}, "
             f"but task.labels renames those of the train split, {_listed(train_names)}: give all "
             "splits the same classes in the same order"
         )
-    return names
+    return dict(enumerate(names))
 
 
 def _classes(
@@ -206,13 +210,12 @@ def _classes(
     split: str,
     column: str,
     names: tuple[str, ...],
-    numbered: tuple[str, ...],
+    numbered: Mapping[int, str],
 ) -> list[int]:
     by_name = {name: number for number, name in enumerate(names)}
     classes = []
     for number, value in enumerate(values):
-        counted = isinstance(value, int) and 0 <= value < len(numbered)
-        name = numbered[value] if counted else value
+        name = _named(value, names, numbered)
         if isinstance(name, str) and name in by_name:
             classes.append(by_name[name])
             continue
@@ -228,18 +231,31 @@ def _classes(
             difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
         )
         hint = f" (did you mean {close[0]}?)" if close else ""
+        if list(numbered) == list(range(len(names))):
+            hint = f", numbered 0 to {len(names) - 1}{hint}"
         raise DataFormatError(
             f"row {number} of the {split} split has {name!r} in task.label_column {column!r}, but "
-            f"the head has the {len(names)} classes {_listed(names)}, numbered 0 to "
-            f"{len(names) - 1}{hint}: repair the row, or task.labels"
+            f"the head has the {len(names)} classes {_listed(names)}{hint}: repair the row, or "
+            "task.labels"
         )
     return classes
+
+
+def _named(value: Any, names: tuple[str, ...], numbered: Mapping[int, str]) -> Any:
+    """Return the class that a label means, or the label if it means none."""
+    if isinstance(value, bool):
+        truths = {name.lower(): name for name in names}
+        if truths.keys() == {"false", "true"}:
+            return truths[str(value).lower()]
+    return numbered.get(value, value) if isinstance(value, int) else value
 
 
 def _hidden(split: str, column: str) -> str:
     setting = (
         "set data.source.test to null" if split == "test" else "give a split whose labels are known"
     )
+    if split == "train":
+        setting += ", or if -1 is a class, name all classes in task.labels"
     return (
         f"the {split} split has -1 in task.label_column {column!r}, as the test splits of GLUE "
         f"have where labels are hidden: {setting}"

@@ -20,6 +20,8 @@ from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from datasets import Dataset
 
 DATASET_VERSION = 1
@@ -40,14 +42,11 @@ def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
         # Splits without files are left out; `list_files` refuses a pattern that matches nothing.
         paths = {split: list_files(getattr(source, split), split) for split in SPLITS}
         identity["files"] = {split: _identities(files) for split, files in paths.items() if files}
-        held_out = not source.valid
-    else:
-        if Path(source.dataset).is_dir():
-            identity["files"] = _identities(
-                sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
-            )
-        held_out = source.valid is None
-    if held_out:
+    elif Path(source.dataset).is_dir():
+        identity["files"] = _identities(
+            sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+        )
+    if not source.valid:
         identity["held_out"] = {"share": data.valid_share, "seed": seed}
     return identity
 
@@ -129,8 +128,6 @@ def _read(source: FileRows | HubRows, cache_directory: Path) -> "dict[str, Datas
 
 
 def _hold_out(data: FinetuneDataConfig, rows: "Dataset", seed: int) -> "dict[str, Dataset]":
-    import numpy as np
-
     count = round(len(rows) * data.valid_share)
     if not 0 < count < len(rows):
         raise DataFormatError(
@@ -138,9 +135,17 @@ def _hold_out(data: FinetuneDataConfig, rows: "Dataset", seed: int) -> "dict[str
             f"{data.valid_share:g} holds {count} out for validation: give a validation split, or a "
             "share that leaves rows on both sides"
         )
-    held_out = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
-    remaining = np.setdiff1d(np.arange(len(rows)), held_out)
-    return {"train": rows.select(remaining), "valid": rows.select(held_out)}
+    return {
+        name: rows.select(numbers) for name, numbers in split_rows(len(rows), count, seed).items()
+    }
+
+
+def split_rows(rows: int, count: int, seed: int) -> "dict[str, npt.NDArray[np.int64]]":
+    """Return the numbers of the rows that stay for training and of `count` held out ones."""
+    import numpy as np
+
+    held_out = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
+    return {"train": np.setdiff1d(np.arange(rows), held_out), "valid": held_out}
 
 
 def save_split(rows: "Dataset", directory: Path) -> None:
@@ -222,8 +227,11 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
-        for part in _content(path, suffix):
-            times = times or (_is_json(suffix) and _TIME.search(part) is not None)
+        for number, part in enumerate(_content(path, suffix), 1):
+            if _is_json(suffix):
+                if _is_unsafe(part, number, suffix):
+                    _check_line(path, number, part)
+                times = times or _TIME.search(part) is not None
     try:
         if times:
             return _load_times_as_text(files, suffix, cache_directory)
@@ -242,6 +250,21 @@ def _content(path: Path, suffix: str) -> Iterator[bytes]:
     if _is_json(suffix):
         return lines(path, _ROW_BYTES if suffix == ".jsonl" else sys.maxsize, _ADVICE)
     return decompress(path, file_format_of(path)) if path.suffix in _COMPRESSED else iter(())
+
+
+def _is_unsafe(line: bytes, number: int, suffix: str) -> bool:
+    """Return True for a line of JSON that `datasets` does not refuse but cannot handle.
+
+    It takes texts that are not UTF-8, which fail when they are used, and crashes if a file begins
+    with the row `null`.
+    """
+    if (suffix == ".jsonl" or number == 1) and line.strip() == b"null":
+        return True
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _is_json(suffix: str) -> bool:

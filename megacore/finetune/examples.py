@@ -5,8 +5,10 @@ The stage refuses invalid data, and models that do not fit the task.
 
 import difflib
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +27,13 @@ from megacore.config.finetune_task import (
 )
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
-from megacore.finetune.dataset import SPLITS, open_split, save_split
+from megacore.finetune.dataset import SPLITS, open_split, save_split, split_rows
 from megacore.finetune.metrics import check_installed
 from megacore.finetune.pretrained import (
     is_encoder_decoder,
     quiet,
     read_model_config,
+    read_model_type,
     read_tokenizer,
 )
 
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 IDS = "input_ids"
 SEGMENTS = "token_type_ids"
 LABELS = "labels"
+PAIR_SEPARATOR = "\n"
+"""Text between the texts of a pair if the tokenizer puts no special token there."""
 _ROWS_PER_READ = 10_000
 _ROWS_PER_WORKER = 5_000
 """Minimum rows per process: with fewer rows, starting the process takes longer than its work."""
@@ -133,7 +138,7 @@ def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
     kind = getattr(feature, "dtype", type(feature).__name__)
     if kind == "Json":  # values of several types, in JSON
         raise _other_than_text(rows, split, field, column)
-    if kind not in ("string", "large_string", "null"):
+    if kind not in ("string", "large_string", "string_view", "null"):
         raise DataFormatError(
             f"task.{field} is {column!r}, which holds {kind} in the {split} split instead of text: "
             "name another"
@@ -182,7 +187,7 @@ def encode_texts(
     """
     pairs = None if second is None else list(rows[second])
     if pairs is not None and not tokenizer.num_special_tokens_to_add(pair=True):
-        pairs = [f"\n{text}" for text in pairs]
+        pairs = [f"{PAIR_SEPARATOR}{text}" for text in pairs]
     tokenized = tokenizer(
         list(rows[first]),
         pairs,
@@ -232,7 +237,11 @@ _AFTER_PADDING = frozenset(
         "data2vec-text",
         "esm",
         "ibert",
+        "layoutlmv3",
+        "lilt",
         "longformer",
+        "luke",
+        "markuplm",
         "mpnet",
         "roberta",
         "roberta-prelayernorm",
@@ -419,8 +428,19 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
 _VERSION = 2
 _VERSION_OF_SOURCES = 3
 """Version of the examples whose texts may lack an end token: those of encoder-decoders."""
+_VERSION_OF_NAMES = 4
+"""Version of the examples whose classes are named by numbers or truth values in another order than
+from 0."""
+_VERSION_OF_LANGUAGES = 4
+"""Version of the examples whose targets have a language after the end token."""
+_LANGUAGE_AT_END = ("mbart", "plbart")
 TASK_NAME = "task.json"
 _SCRATCH = ".scratch"
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Return True if all names of classes are whole numbers, such as the stars of a review."""
+    return all(re.fullmatch(r"0|-?[1-9]\d*", name, re.ASCII) for name in names)
 
 
 def examples_version(config: FinetuneConfig, pretrained_directory: Path) -> int:
@@ -430,8 +450,13 @@ def examples_version(config: FinetuneConfig, pretrained_directory: Path) -> int:
     """
     match config.task:
         case Seq2SeqConfig():
-            return _VERSION_OF_SOURCES
-        case ClassificationConfig():
+            ends = read_model_type(config.model, pretrained_directory) in _LANGUAGE_AT_END
+            return _VERSION_OF_LANGUAGES if ends else _VERSION_OF_SOURCES
+        case ClassificationConfig(labels=labels):
+            names = tuple(name.lower() for name in labels or ())
+            counted = tuple(map(str, range(len(names))))
+            if names == ("true", "false") or (are_numbers(names) and names != counted):
+                return _VERSION_OF_NAMES
             both = is_encoder_decoder(config.model, pretrained_directory)
             return _VERSION_OF_SOURCES if both else _VERSION
         case MultipleChoiceConfig() | CausalLmConfig():
@@ -469,7 +494,7 @@ def build_examples(
     with workspace_errors(scratch):
         scratch.mkdir()
     mapper = Mapper(workers_of(config.data.workers), scratch)
-    with quiet():
+    with quiet(), _numbered_as_in_source(config, rows_directory):
         match config.task:
             case ClassificationConfig():
                 from megacore.finetune.classification import encode_classification
@@ -517,6 +542,29 @@ def read_task(directory: Path) -> dict[str, Any]:
             f"{path} is damaged ({reason_of(error)}): delete {directory} to build it again"
         ) from error
     return values
+
+
+_ROW = re.compile(r"row (\d+) of the (train|valid) split")
+"""Beginning of the errors of a row."""
+
+
+@contextmanager
+def _numbered_as_in_source(config: FinetuneConfig, rows_directory: Path) -> Iterator[None]:
+    """Add a row's number in the source to errors in the body if its validation split is held out.
+
+    The number within a split does not say where the row is in the user's files.
+    """
+    try:
+        yield
+    except DataFormatError as error:
+        match = _ROW.match(str(error))
+        if config.data.source.valid or match is None:
+            raise
+        counts = {name: len(open_split(rows_directory, name) or ()) for name in ("train", "valid")}
+        numbers = split_rows(sum(counts.values()), counts["valid"], config.seed)
+        row = f"row {numbers[match[2]][int(match[1])]} of data.source.train"
+        rest = str(error).removeprefix(match[0])
+        raise DataFormatError(f"{row} (row {match[1]} of the {match[2]} split){rest}") from error
 
 
 def _limited(config: FinetuneConfig, rows_directory: Path) -> "dict[str, Dataset]":

@@ -56,6 +56,14 @@ def is_encoder_decoder(model: PretrainedConfig, pretrained_directory: Path) -> b
     return bool(values.get("is_encoder_decoder"))
 
 
+def read_model_type(model: PretrainedConfig, pretrained_directory: Path) -> str | None:
+    """Return the `model_type` in config.json of a collected model, or None without one.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    return _config_values(model.path, pretrained_directory / MODEL_DIRECTORY).get("model_type")
+
+
 def _config_values(path: str, directory: Path) -> dict[str, Any]:
     """Return the content of config.json; {} if it holds no object. Raises ConfigError."""
     try:

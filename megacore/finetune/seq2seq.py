@@ -11,7 +11,7 @@ import torch
 from megacore.artifact.files import copy_tree, workspace_errors
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
-from megacore.convert.tokenizers import end_id, missing_end
+from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.examples import (
     IDS,
@@ -104,7 +104,7 @@ def encode_seq2seq(
         encode_pairs,
         tokenizer=tokenizer,
         task=task,
-        end=end_id(tokenizer, model),
+        end=missing_end(tokenizer, model, target=True),
         source_end=missing_end(tokenizer, model),
     )
     samples = {}
@@ -128,7 +128,8 @@ def encode_pairs(
 ) -> dict[str, Any]:
     """Return the ids of each source and target, truncated to their maximum lengths.
 
-    Each target ends with `end`, and `source_end` is appended to each source, unless they are None.
+    `end` is appended to each target that does not end with it, and `source_end` to each source,
+    unless they are None.
     """
     column = task.source_column
     sources = encode_texts(

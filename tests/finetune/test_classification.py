@@ -281,6 +281,27 @@ def test_configured_classes_need_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "train", "valid", "numbers"),
+    [
+        (["1", "2", "3"], [1, 2, 1], [3, 1], ([0, 1, 0], [2, 0])),
+        (["-1", "0", "1"], [-1, 1], ["0", "1"], ([0, 2], [1, 2])),
+        (["1", "0"], [0, 1], [True], ([1, 0], [0])),
+        (["1", "0"], label_rows([0, 1], "xy"), [1], ([0, 1], [1])),
+        (["true", "false"], [True, False], ["false", "true"], ([0, 1], [1, 0])),
+        (["true", "false"], [0, 1], [True], ([0, 1], [0])),
+        (["1", "one"], [0, 1], [1], ([0, 1], [1])),
+        (None, ["5", "4"], [4, 5], ([1, 0], [0, 1])),
+        (None, ["true", "false"], [False, True], ([1, 0], [0, 1])),
+    ],
+)
+def test_labels_that_are_names_of_classes_are_not_counted(
+    labels: list[str] | None, train: Any, valid: list[Any], numbers: tuple[list[int], list[int]]
+) -> None:
+    _, found = read(train, valid, labels=labels)
+    assert found == {"train": numbers[0], "valid": numbers[1]}
+
+
+@pytest.mark.parametrize(
     ("train", "valid", "labels"),
     [
         (label_rows([0, 1, 2], "abc"), label_rows([0, 1], "ac"), None),
@@ -383,7 +404,13 @@ def test_regression_reads_numbers() -> None:
             {},
             r"the valid split has -1 .*labels are hidden: give a split whose labels are known",
         ),
-        ([-1, -1], None, {}, r"the train split has -1 .*labels are hidden"),
+        (
+            [-1, 1],
+            None,
+            {},
+            r"the train split has -1 .*labels are hidden: .* if -1 is a class, name all classes",
+        ),
+        ([1, 6], None, {"labels": ["1", "5"]}, r"row 1 .* has 6 .*the 2 classes 1, 5: repair"),
         ([0.5, 1.0], None, {}, r"row 0 of the train split has 0\.5 .*set task\.regression to true"),
         (
             [[0], [1]],

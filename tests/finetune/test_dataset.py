@@ -277,6 +277,16 @@ def test_missing_data_set_is_refused(tmp_path: Path) -> None:
             r"bad\.jsonl, line 2: a list where an object belongs",
         ),
         (
+            "bad.jsonl",
+            '{"sentence1": "a"}\n{"sentence1": "caf\xe9"}\n'.encode("latin-1"),
+            r"bad\.jsonl, line 2: not JSON \('utf-8' codec can't decode",
+        ),
+        (
+            "bad.jsonl",
+            b'null\n{"sentence1": "a"}\n',
+            r"bad\.jsonl, line 1: a NoneType where an object belongs",
+        ),
+        (
             "bad.csv",
             b"sentence1,sentence2,label\na,b,1\nc,d,1,2,3\n",
             r"/bad\.csv cannot be read as \.csv: .*line 3",
@@ -301,6 +311,8 @@ def test_missing_data_set_is_refused(tmp_path: Path) -> None:
     ids=[
         "not json",
         "no object",
+        "not utf-8",
+        "null",
         "columns of a row",
         "other columns",
         "empty",

@@ -380,6 +380,41 @@ def test_rows_that_do_not_fit_the_task_are_refused(
         build(models[model], tmp_path, kind, rows, task=task)
 
 
+def test_texts_of_all_types_of_parquet_are_read(models: dict[str, Path], tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["the cat", "the dog"]
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        root = tmp_path / str(kind)
+        root.mkdir()
+        pq.write_table(pa.table({"text": pa.array(texts, kind)}), root / "rows.parquet")
+        files = [str(root / "rows.parquet")]
+        source = {"kind": "files", "train": files, "valid": files}
+        block = {"block_size": 2}
+        config = tiny_config("gpt2", root, "causal_lm", data={"source": source}, task=block)
+        assert run(config, models["gpt2"], root)[0]["train"] == 2
+
+
+def test_bad_row_has_its_number_in_the_source_if_rows_are_held_out(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    splits = set()
+    for bad in range(8):
+        rows = labels([0, 1] * 4)
+        rows[bad]["sentence1"] = None
+        root = tmp_path / str(bad)
+        source = {"kind": "files", "train": [str(root / "train.jsonl")]}
+        data = {"source": source, "valid_share": 0.25}
+        with pytest.raises(
+            DataFormatError,
+            match=rf"^row {bad} of data\.source\.train \(row \d of the \w+ split\) has no text in",
+        ) as refused:
+            build(models["bert"], root, "classification", rows, data=data)
+        splits.add(str(refused.value).split()[8])
+    assert splits == {"train", "valid"}
+
+
 def test_text_without_tokens_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"sentence": "the", "label": 0}, {"sentence": "", "label": 1}]
     task = {"sentence1_column": "sentence", "sentence2_column": None}
@@ -473,6 +508,14 @@ def test_models_that_do_not_fit_the_task_are_refused(
 
 def test_relative_positions_have_no_maximum_length(models: dict[str, Path]) -> None:
     check(models["t5"], "seq2seq", task={"max_source_length": 500, "max_target_length": 100})
+
+
+@pytest.mark.parametrize("kind", ["layoutlmv3", "lilt", "luke", "markuplm", "roberta"])
+def test_positions_up_to_the_padding_id_are_not_counted(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind](max_position_embeddings=POSITIONS, pad_token_id=1)
+    assert examples.positions(config) == POSITIONS - 2
 
 
 def test_tokenizer_with_more_ids_than_the_model_is_refused(

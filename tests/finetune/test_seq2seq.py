@@ -13,6 +13,7 @@ from megacore.finetune.metrics import ANSWERS_NAME, read_answers, write_answers
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import SHOWN_ANSWERS, SplitScorer, build_task
 from tests.finetune._tiny_models import (
+    WORDS,
     copy_rows,
     learn,
     prepare,
@@ -134,6 +135,37 @@ def test_sources_and_targets_of_an_exported_t5_end_with_the_end_token(
     learn(task, model, 3)
     assert scores(task, model, accelerator)["loss"] < start["loss"]
     assert model(**task.collate(task.largest_rows(2))).loss.isfinite()
+
+
+def test_targets_with_a_language_after_the_end_token_stay_as_mbart_reads_them(
+    tmp_path: Path,
+) -> None:
+    import transformers
+
+    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"\u2581{word}", -1.0) for word in WORDS]
+    tokenizer = transformers.MBartTokenizer(
+        vocab=[*special, *words], src_lang="en_XX", tgt_lang="ro_RO"
+    )
+    start = tokenizer.convert_tokens_to_ids("ro_RO")
+    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)
+    counts = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    model = transformers.MBartForConditionalGeneration(
+        transformers.MBartConfig(
+            vocab_size=len(tokenizer), decoder_start_token_id=start, **sizes, **counts, **heads
+        )
+    )
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "model")
+    for split in ("train", "valid"):
+        rows = [*copy_rows(2), {"source": "the", "target": "the " * 20}]
+        write_rows(tmp_path / f"data/{split}.jsonl", rows)
+    config = tiny_config(tmp_path / "model", tmp_path / "data", "seq2seq")
+    samples = build_task(config, *prepare(config, tmp_path / "work")).split("train")
+    assert samples is not None
+    assert [row["labels"][-2:] for row in samples] == [[tokenizer.eos_token_id, start]] * 3
+    assert [row["labels"].count(tokenizer.eos_token_id) for row in samples] == [1] * 3
 
 
 def test_model_without_a_decoder_start_token_is_refused(blenderbot: Path, tmp_path: Path) -> None:
