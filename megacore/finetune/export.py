@@ -1,5 +1,6 @@
 """Export of a fine-tuning's best model as a transformers directory that passes the gate."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,20 @@ from typing import Any
 import torch
 
 import megacore
-from megacore.artifact.files import access_error, copy_tree, workspace_errors, write_json
+from megacore.artifact.files import (
+    access_error,
+    copy_tree,
+    read_object,
+    workspace_errors,
+    write_json,
+)
 from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.config.finetune import FinetuneConfig
 from megacore.convert.model_card import render_card
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
+from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import FinetuneTask, build_task, rows_of, sample_losses
@@ -143,20 +151,23 @@ def finetuned_card(
 
 
 def _usage(config: FinetuneConfig, exported: "Exported") -> str:
-    task = config.task
+    task, tokenizer = config.task, exported.tokenizer
+    used = _USAGE[task.kind]
+    # The texts must be those of the samples: `encode_texts` adds what the tokenizer does not.
+    end = missing_end(tokenizer, exported.model.config)
+    last = "" if end is None else tokenizer.convert_ids_to_tokens(end)
     if task.kind == "classification":
-        pair = task.sentence2_column is not None or task.glue not in (None, "cola", "sst2")
-        example = '{"text": "A text.", "text_pair": "Another one."}' if pair else '"A text."'
-        return _USAGE[task.kind].replace("{example}", example)
+        example: str | dict[str, str] = f"A text.{last}"
+        if task.sentence2_column is not None or task.glue not in (None, "cola", "sst2"):
+            begin = "" if tokenizer.num_special_tokens_to_add(pair=True) else PAIR_SEPARATOR
+            example = {"text": "A text.", "text_pair": f"{begin}Another one.{last}"}
+        return used.replace("{example}", json.dumps(example, ensure_ascii=False))
     if task.kind == "seq2seq":
-        end = missing_end(exported.tokenizer, exported.model.config)
-        last = "" if end is None else exported.tokenizer.convert_ids_to_tokens(end)
-        source = f"{task.source_prefix}A text to read.{last}"
-        used = _USAGE[task.kind].replace("{example}", repr(source))
+        used = used.replace("{example}", repr(f"{task.source_prefix}A text to read.{last}"))
         return used.replace("{length}", str(task.max_target_length)).replace(
             "{beams}", str(task.num_beams)
         )
-    return _USAGE[task.kind]
+    return used
 
 
 def _task(config: FinetuneConfig) -> str:
@@ -469,6 +480,14 @@ def export(
         raise
 
 
+def _name_inputs(directory: Path, task: FinetuneTask) -> None:
+    """Name segment ids as inputs if the samples have some: best models of old runs lack that."""
+    names = task.tokenizer.model_input_names
+    if SEGMENTS in names:
+        path = directory / "tokenizer_config.json"
+        write_json(path, read_object(path) | {"model_input_names": names})
+
+
 def export_best(
     job: FinetuneExportJob,
     task: FinetuneTask,
@@ -481,6 +500,7 @@ def export_best(
     recorded = read_best(best)
     beat("copy")
     copy_tree(best / MODEL_NAME, directory)
+    _name_inputs(directory, task)
     beat("load")
     exported = load_exported(directory, job.config.task.kind)
     exported.model.to(device)

@@ -24,7 +24,7 @@ from megacore.config.finetune_task import (
 )
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
-from megacore.finetune.examples import IDS, LABELS, read_task
+from megacore.finetune.examples import IDS, LABELS, SEGMENTS, read_task
 from megacore.finetune.metrics import Answer
 from megacore.finetune.pretrained import MODEL_DIRECTORY, quiet, read_model_config, read_tokenizer
 from megacore.train.memory import is_out_of_memory
@@ -122,6 +122,9 @@ class TransformersTask:
         self.tokenizer = read_tokenizer(config.model, pretrained_directory)
         self.metric, self.larger_is_better = best_metric(config.task, config.train.best_metric)
         self._examples, self._pretrained = examples_directory, pretrained_directory
+        rows = self.split("train")
+        if rows is not None and SEGMENTS in rows.column_names:
+            return_segments(self.tokenizer)
 
     def split(self, name: str) -> "Dataset | None":
         """Return the tokenized samples of a split, or None if the split does not exist.
@@ -207,6 +210,18 @@ class TransformersTask:
         """Gather tensors [b, ...] of all ranks on the CPU, without samples added as padding."""
         gathered = accelerator.gather_for_metrics(tensors)
         return tuple(tensor.cpu() for tensor in gathered)
+
+
+def return_segments(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Make a tokenizer return segment ids by default, also after it was saved and loaded.
+
+    Users of the exported model must give it the inputs that the samples have. Tokenizers of no
+    model's own class, such as those of megacore's exports, return none.
+    """
+    names = tokenizer.model_input_names
+    if SEGMENTS not in names:
+        tokenizer.model_input_names = [*names[:1], SEGMENTS, *names[1:]]
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
 
 
 def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
 from megacore.ranks.stages import advising, attempt_log, first_read, nothing, supervise_job
 
 FINETUNE_VERSION = 1
-FINETUNE_EXPORT_VERSION = 1
+FINETUNE_EXPORT_VERSION = 2
 
 
 def finetune(

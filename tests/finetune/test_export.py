@@ -19,8 +19,23 @@ from megacore.errors import (
     TransientFileError,
     WorkspaceError,
 )
-from megacore.finetune.export import compare_losses, export_best, load_exported
+from megacore.finetune.export import (
+    Exported,
+    _name_inputs,
+    _usage,
+    compare_losses,
+    export_best,
+    load_exported,
+)
+from megacore.finetune.task import build_task
 from megacore.jobs.finetune import FinetuneExportJob
+from tests.finetune._tiny_models import (
+    prepare,
+    tiny_config,
+    write_export,
+    write_model,
+    write_rows,
+)
 from tests.finetune._tiny_task import TinyTask, config, run
 
 CPU = torch.device("cpu")
@@ -208,3 +223,40 @@ def test_rounding_of_16_bits_is_tolerated(best: Path, task: TinyTask) -> None:
 def test_model_card_contains_no_secrets(best: Path, tmp_path: Path) -> None:
     job(best, tmp_path).write(tmp_path / "job.json")
     assert "secret" not in (tmp_path / "job.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["bert", "export of bert", "export of t5", "gpt2"])
+def test_model_is_used_with_the_inputs_of_its_samples(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    exported = kind.startswith("export of ")
+    source = (
+        write_export(tmp_path / "export", kind.removeprefix("export of "))
+        if exported
+        else write_model(tmp_path / "source", kind)
+    )
+    for split in ("train", "valid"):
+        rows = [{"sentence1": "A text.", "sentence2": "Another one.", "label": n} for n in (0, 1)]
+        write_rows(tmp_path / f"data/{split}.jsonl", rows)
+    model = {"path": str(source), "pad_token": "<|endoftext|>"} if kind == "gpt2" else {}
+    configuration = tiny_config(
+        source, tmp_path / "data", "classification", model=model, task={"max_length": 32}
+    )
+    task = build_task(configuration, *prepare(configuration, tmp_path / "work"))
+    task.tokenizer.save_pretrained(tmp_path / "model")
+    trained: Any = task.build_model()
+    usage = _usage(configuration, Exported(trained, task.tokenizer))
+    texts = json.loads(usage.split("classifier(")[-1].removesuffix("))"))
+    sample = task.collate(list(task.split("train") or [])[:1])
+    del sample["labels"]
+    path = tmp_path / "model" / "tokenizer_config.json"
+    for earlier in (False, True):
+        if earlier:
+            values = json.loads(path.read_text())
+            values.pop("model_input_names", None)
+            write_json(path, values)
+            _name_inputs(path.parent, task)
+        inputs = AutoTokenizer.from_pretrained(path.parent)(**texts, return_tensors="pt")
+        assert {name: ids.tolist() for name, ids in inputs.items()} == {
+            name: ids.tolist() for name, ids in sample.items()
+        }
