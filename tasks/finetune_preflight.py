@@ -17,7 +17,7 @@ from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
-from megacore.finetune.resolve import Schedule, resolve_ranks
+from megacore.finetune.resolve import Schedule, check_warmup, resolve_ranks
 from megacore.jobs.run import RankJob
 from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
@@ -103,14 +103,15 @@ def check_here(config: FinetuneConfig) -> None:
 def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> str:
     """Return the estimated cost of the training as one line of text.
 
-    Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is
-    false.
+    Raises ConfigError for a warm-up that does not end, and where CPUs would need more than
+    CPU_DAYS_LIMIT days and launch.allow_cpu is false.
     """
     hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
     parameters = parameter_count(pretrained.directory / "model")
     samples, train = int(examples.counts["train"]), config.train
     schedule = Schedule.of(train, samples, ranks)
+    check_warmup(config, schedule)
     tokens = examples.counts["tokens"] * schedule.total_steps / schedule.steps_per_epoch
     passes = 8 if train.gradient_checkpointing else 6
     precision = hardware.resolve_precision(train.precision)

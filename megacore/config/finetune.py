@@ -131,7 +131,8 @@ class FinetuneOptimConfig(Section):
     )
     """Learning-rate schedule after the warm-up, by its name in transformers."""
     warmup_steps: int = keyed(0, ge=0)
-    """Number of optimizer steps in which the learning rate rises from 0 to lr."""
+    """Number of optimizer steps in which the learning rate rises from 0 to lr; fewer than the run
+    has."""
     clip_grad: float = keyed(1.0, ge=0)
     """Maximum global gradient norm, to which larger gradients are scaled down; 0 disables
     clipping."""

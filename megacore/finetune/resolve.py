@@ -56,6 +56,17 @@ class Schedule:
         return math.ceil(self.total_steps / self.steps_per_epoch)
 
 
+def check_warmup(config: FinetuneConfig, schedule: Schedule) -> None:
+    """Raise ConfigError if the run ends before its learning rate has reached the peak."""
+    warmup, total = config.optim.warmup_steps, schedule.total_steps
+    if warmup >= total:
+        raise ConfigError(
+            f"optim.warmup_steps {warmup} does not end before the {total} steps of "
+            f"{schedule.epochs} epochs, so that the learning rate never reaches optim.lr "
+            f"{config.optim.lr:g}: set it below {total}, or raise train.num_epochs"
+        )
+
+
 def memory_advice(config: FinetuneConfig) -> str:
     """Return the settings that save memory, the least costly first."""
     train, distributed = config.train, config.launch.distributed

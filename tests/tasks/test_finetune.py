@@ -200,23 +200,29 @@ def test_missing_libraries_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "encoder_decoder", "version"),
+    ("kind", "model", "labels", "version"),
     [
-        ("classification", False, 2),
-        ("classification", True, 3),
-        ("multiple_choice", False, 2),
-        ("causal_lm", False, 2),
-        ("seq2seq", True, 3),
+        ("classification", {}, None, 2),
+        ("classification", {}, ["0", "1"], 2),
+        ("classification", {}, ["1", "2"], 4),
+        ("classification", {}, ["False", "True"], 2),
+        ("classification", {}, ["True", "False"], 4),
+        ("classification", {"is_encoder_decoder": True}, None, 3),
+        ("multiple_choice", {}, None, 2),
+        ("causal_lm", {}, None, 2),
+        ("seq2seq", {"is_encoder_decoder": True}, None, 3),
+        ("seq2seq", {"is_encoder_decoder": True, "model_type": "mbart"}, None, 4),
     ],
 )
-def test_only_examples_of_encoder_decoders_are_built_again(
-    tmp_path: Path, kind: str, encoder_decoder: bool, version: int
+def test_only_examples_that_change_are_built_again(
+    tmp_path: Path, kind: str, model: dict[str, Any], labels: list[str] | None, version: int
 ) -> None:
-    values = {"is_encoder_decoder": True} if encoder_decoder else {}
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
     collected = Artifact(stage="pretrained", key="k", path=str(tmp_path), digest="d", counts={})
-    config = tiny_config("model", Path("data"), kind)
+    config = tiny_config(
+        "model", Path("data"), kind, **({} if labels is None else {"task": {"labels": labels}})
+    )
     assert examples_key(config, collected, collected).version == version
 
 
@@ -240,6 +246,24 @@ def test_large_model_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
         config_of("model", launch={"allow_cpu": True}), model, samples
     )
     assert "876.2 M parameters on 1 CPU rank: 100000 steps" in allowed
+
+
+def test_warmup_that_does_not_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 8}', encoding="utf-8")
+    counts = {"train": 21, "tokens": 21 * 8, "longest": 8}
+    samples = Artifact(stage="examples", key="k", path=str(tmp_path), digest="d", counts=counts)
+
+    def cost(warmup: int) -> str:
+        # Six batches of 4 rows, the last incomplete.
+        sections = {"optim": {"warmup_steps": warmup}, "train": {"num_epochs": 2}}
+        return finetune_preflight.check_cost(config_of("model", **sections), samples, samples)
+
+    assert ": 12 steps" in cost(11)
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps 12 does not end before the 12 steps of 2 epochs"
+    ):
+        cost(12)
 
 
 def test_parameter_count_comes_from_the_weights(tmp_path: Path) -> None:
