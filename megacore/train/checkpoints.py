@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -447,7 +447,7 @@ def check_skipped(skipped: Sequence[range], state: TrainState, checkpoint: Path)
 
     Raises a ConfigError that names them.
     """
-    learned = [samples for samples in skipped if any(_learned(samples, state))]
+    learned = [samples for samples in skipped if _learned(samples, state)]
     if learned:
         ranges = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
         raise ConfigError(
@@ -457,11 +457,12 @@ def check_skipped(skipped: Sequence[range], state: TrainState, checkpoint: Path)
         )
 
 
-def _learned(samples: range, state: TrainState) -> Iterator[int]:
-    """Return an iterator over the consumed and not skipped samples of a range."""
-    done = range(samples.start, min(samples.stop, state.consumed_samples))
-    return (
-        sample
-        for sample in done
-        if not any(first <= sample <= last for first, last in state.passed_over)
-    )
+def _learned(samples: range, state: TrainState) -> bool:
+    """Return True if a sample of a range was consumed and not skipped."""
+    # Every sample between the range's start and `learned` was skipped.
+    learned = samples.start
+    for first, last in sorted(state.passed_over):
+        if first > learned:
+            break
+        learned = max(learned, last + 1)
+    return learned < min(samples.stop, state.consumed_samples)

@@ -15,7 +15,8 @@ from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.state import PLANNED_KEY, planned_samples
+from megacore.train.checkpoints import check_skipped
+from megacore.train.state import PLANNED_KEY, TrainState, planned_samples
 from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
@@ -203,3 +204,14 @@ def test_different_automatic_precision_counts_as_a_change(data: Path, half: Path
         _runs.train(run(), data, half, attempt=2)
     _runs.train(run(resume={"override": ["train.precision"]}), data, half, attempt=3)
     assert "train.precision: bf16 -> fp32" in _runs.events(half, "start")[-1]["changes"]
+
+
+def test_many_skipped_samples_are_checked_by_their_batches() -> None:
+    """Sample by sample, a resume would take hours."""
+    batches = [(first, first + 2**20 - 1) for first in range(0, 4 * 10**9, 2**20)]
+    state = TrainState(consumed_samples=4 * 10**9, passed_over=batches[::-1])
+    check_skipped([range(3 * 10**9), range(3 * 10**9, 5 * 10**9)], state, Path("iter_0000001"))
+    del batches[2000]
+    state.passed_over = batches
+    with pytest.raises(ConfigError, match="names 0-2999999999, but iter_0000001"):
+        check_skipped([range(3 * 10**9), range(3 * 10**9, 5 * 10**9)], state, Path("iter_0000001"))
