@@ -17,6 +17,20 @@ from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAcc
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 
+SERIES = (
+    "lm_loss",
+    "loss",
+    "grad_norm",
+    "lr",
+    "global_batch_size",
+    "consumed_samples",
+    "loss_scale",
+    "skipped_iterations",
+    "nan_iterations",
+)
+"""Values of a step that are compared."""
+_KEPT = (*SERIES, "interval_iterations")
+"""Values of a step that a record keeps; a million whole events would take gigabytes."""
 
 @dataclass(frozen=True)
 class Attempt:
@@ -39,7 +53,7 @@ class RunRecord:
     """Configuration of the last attempt; None if this version of megacore cannot read it."""
     attempts: list[Attempt] = field(default_factory=list)
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Step event by iteration; if an iteration was repeated, the later one."""
+    """Values of the step event by iteration; if an iteration was repeated, of the later one."""
     evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Validation or perplexity event by iteration."""
     events: list[Mapping[str, Any]] = field(default_factory=list)
@@ -115,7 +129,9 @@ def _add(record: RunRecord, event: Mapping[str, Any]) -> None:
         case "start":
             record.attempts.append(Attempt(int(event.get("iteration") or 0), event))
         case "step":
-            record.steps[int(event["iteration"])] = event
+            record.steps[int(event["iteration"])] = {
+                name: event[name] for name in _KEPT if name in event
+            }
         case "evaluation" | "perplexity":
             known = record.evaluations.get(int(event["iteration"]), {})
             record.evaluations[int(event["iteration"])] = {**known, **event}

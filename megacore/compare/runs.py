@@ -17,6 +17,7 @@ import numpy as np
 from megacore.compare.fields import AT_ONCE, ROUNDING, cause_of_field, shown
 from megacore.compare.report import UNEXPLAINED, Finding, Report, listed
 from megacore.compare.run_record import (
+    SERIES,
     Attempt,
     RunRecord,
     checkpoint_digest,
@@ -28,18 +29,6 @@ from megacore.data.build import open_split
 from megacore.data.samples import Dataset
 from megacore.errors import ConfigError, MegacoreError
 
-_SERIES = (
-    "lm_loss",
-    "loss",
-    "grad_norm",
-    "lr",
-    "global_batch_size",
-    "consumed_samples",
-    "loss_scale",
-    "skipped_iterations",
-    "nan_iterations",
-)
-"""Values of a step that are compared."""
 _RESULTS = ("lm_loss", "loss", "grad_norm")
 """Results of a step: `lm_loss` of a pretraining, `loss` of a fine-tuning."""
 _AVERAGED = ("lm_loss", "loss")
@@ -93,7 +82,7 @@ def compare_runs(a: Path, b: Path) -> Report:
     report.findings += _samples(first, second)
     report.findings += _environment(first, second)
     report.findings += _start(first, second)
-    series = {name: _first_difference(first, second, name) for name in _SERIES}
+    series = {name: _first_difference(first, second, name) for name in SERIES}
     report.findings += _events(first, second, series)
     report.findings += _lengths(first, second)
     _conclude(report, first, second, series)
@@ -272,32 +261,45 @@ def _values_at(a: RunRecord, b: RunRecord, step: int, name: str) -> tuple[Any, A
     ours, theirs = a.steps[step].get(name), b.steps[step].get(name)
     if name not in _AVERAGED + _COUNTED:
         return ours, theirs
-    ends, their_ends = _ends(a, step), _ends(b, step)
-    common = {begin for begin, _ in ends} & {begin for begin, _ in their_ends}
-    if not common:
+    intervals = _since_common(a, b, step)
+    if intervals is None:
         return None, None
-    first = max(common)
-    if first == ends[0][0] == their_ends[0][0]:
+    if len(intervals[0]) == len(intervals[1]) == 1:
         return ours, theirs
-    values = [
-        _over(record, [each for each in own if each[0] >= first], name)
-        for record, own in ((a, ends), (b, their_ends))
-    ]
+    values = [_over(record, own, name) for record, own in zip((a, b), intervals, strict=True)]
     return (None, None) if None in values else (values[0], values[1])
 
 
-def _ends(record: RunRecord, step: int) -> list[tuple[int, int]]:
-    """Return the log intervals up to a logged step, the last one first.
+def _since_common(
+    a: RunRecord, b: RunRecord, step: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]] | None:
+    """Return the log intervals of both runs since the last iteration at which one of each begins.
 
-    An interval is given by the iterations after which it begins and ends. The first one in the list
-    may begin where no event is.
+    None if there is none. They are those up to a common step, the last one first. Usually there is
+    one of each, and no earlier event is read: the whole run would be read for each step otherwise.
     """
-    ends, end = [], step
+    earlier, their_earlier = _ends(a, step), _ends(b, step)
+    ours, theirs = [next(earlier)], [next(their_earlier)]
+    while ours[-1][0] != theirs[-1][0]:
+        longer, rest = (ours, earlier) if ours[-1][0] > theirs[-1][0] else (theirs, their_earlier)
+        interval = next(rest, None)
+        if interval is None:
+            return None
+        longer.append(interval)
+    return ours, theirs
+
+
+def _ends(record: RunRecord, step: int) -> Iterator[tuple[int, int]]:
+    """Yield the log intervals up to a logged step, the last one first.
+
+    An interval is given by the iterations after which it begins and ends. The earliest one may
+    begin where no event is.
+    """
+    end = step
     while end in record.steps:
         begin = end - _iterations(record, end)
-        ends.append((begin, end))
+        yield begin, end
         end = begin
-    return ends
 
 
 def _iterations(record: RunRecord, end: int) -> int:

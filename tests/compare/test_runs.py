@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megacore.compare import compare_paths
+from megacore.compare import compare_paths, runs
 from megacore.compare.run_record import RunRecord
-from megacore.compare.runs import _first_difference, compare_runs
+from megacore.compare.runs import _first_difference, _iterations, compare_runs
 from megacore.errors import ConfigError, DataFormatError
 from tests.compare._runs import PLANTED, Planted, Written, since, write
 from tests.train._runs import config, write_data
@@ -111,6 +111,16 @@ def test_log_intervals_without_a_common_begin_are_not_compared() -> None:
     record, other = (logged("lm_loss", 8, [3.0] * 7 + [last]) for last in (3.0, 2.0))
     other.steps[8] = {**other.steps[8], "interval_iterations": 5}
     assert _first_difference(record, other, "lm_loss") is None
+
+
+def test_a_step_is_compared_without_all_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = logged("lm_loss", 1, [4.0] * 1000), logged("lm_loss", 1, [4.0] * 1000)
+    read: list[int] = []
+    monkeypatch.setattr(
+        runs, "_iterations", lambda record, end: read.append(end) or _iterations(record, end)
+    )
+    assert _first_difference(first, second, "lm_loss") is None
+    assert len(read) == 2000
 
 
 def test_losses_of_fine_tunings_are_compared() -> None:
