@@ -162,13 +162,10 @@ def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
     """
     if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
         return type(error).__name__  # the ranks may have finished before the error
-    exits = (
-        event
-        for event, _ in EventReader(events)
-        if event["kind"] == "exit" and event["attempt"] == attempt
-    )
-    reasons = [str(event["reason"]) for event in exits]
-    return reasons[-1] if reasons else "finished" if error is None else type(error).__name__
+    for event in EventReader(events, kinds=("exit",)).newest_first():
+        if event["attempt"] == attempt:
+            return str(event["reason"])
+    return "finished" if error is None else type(error).__name__
 
 
 class SystemMetrics:

@@ -62,6 +62,8 @@ _ROLLBACK = b"\1\1"
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _DIGEST_LENGTH = 36
+_MOST_STEPS = 2500
+"""Steps that MLflow returns at once; of more, it returns a sample."""
 _TAG_KIND = "mlflow.experimentKind"
 """Tag by which MLflow's UI chooses the views of an experiment."""
 VIEW = "by-ppl"
@@ -453,6 +455,36 @@ def end_trained_run(tracking: Tracking, run_id: str, run_directory: Path) -> Non
     with try_lock(run_directory, shared=True) as free:
         if free:
             end_run(tracking, run_id)
+
+
+def stored_steps(tracking: Tracking, run_id: str, key: str, steps: range) -> set[int] | None:
+    """Return those of consecutive steps at which a run has a value of a metric.
+
+    None if there are more than MLflow returns at once, or if the server is too old to be asked.
+    MLflow's client has only whole histories, but its page draws the curves by this request.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.service_pb2 import GetMetricHistoryBulkInterval
+    from mlflow.store.tracking.rest_store import RestStore
+    from mlflow.utils.proto_json_utils import message_to_json
+
+    request: dict[str, Any] = {
+        "run_ids": [run_id],
+        "metric_key": key,
+        "start_step": steps[0],
+        "end_step": steps[-1],
+        "max_results": _MOST_STEPS,
+    }
+    store = tracking.client._tracking_client.store
+    if isinstance(store, RestStore):
+        message = message_to_json(GetMetricHistoryBulkInterval(**request))
+        try:
+            found = store._call_endpoint(GetMetricHistoryBulkInterval, message).metrics
+        except MlflowException:
+            return None
+    else:
+        found = store.get_metric_history_bulk_interval(**request)
+    return {each.step for each in found} if len(found) < _MOST_STEPS else None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megacore.artifact import lock
 from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
-from megacore.observe.events import EventReader
+from megacore.observe.events import EventReader, Iterations
 from megacore.observe.logging import perplexity
 from tasks._checkpoint_models import (
     POSITION_PREFIXES,
@@ -31,7 +31,15 @@ from tasks._checkpoint_models import (
 )
 from tasks._doctor import send_preflight
 from tasks._flow_config import FlowConfig
-from tasks._mlflow import STORE_ERRORS, RunFacts, RunStatus, Tracking, end_run, ensure_run
+from tasks._mlflow import (
+    STORE_ERRORS,
+    RunFacts,
+    RunStatus,
+    Tracking,
+    end_run,
+    ensure_run,
+    stored_steps,
+)
 
 OFFSET_FILE = "mlflow_offset.json"
 """Name of the file in the run directory with the MLflow run id, the committed offset in
@@ -104,6 +112,8 @@ BY_TOKENS = "_by_tokens"
 """Suffix of the curve whose step is consumed tokens instead of the iteration."""
 
 _METRICS_PER_BATCH = 1000
+_BATCHES_AHEAD = 20
+"""Batches whose steps are looked up in the store together with those of the next one."""
 _NAMES = 2
 """Version of the names in CURVES. A run whose events were sent under other names sends them again.
 """
@@ -164,6 +174,24 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
                 yield Point(f"{name}{BY_TOKENS}", float(value), timestamp, tokens)
 
 
+class SentEvents:
+    """Set of pairs (kind, iteration) in the memory of a few numbers, also after a month."""
+
+    def __init__(self) -> None:
+        """Create an empty set."""
+        self._iterations: dict[str, Iterations] = {}
+
+    def add(self, kind: str, iteration: int) -> None:
+        """Add an event that is not in the set."""
+        self._iterations.setdefault(kind, Iterations()).add(iteration)
+
+    def __contains__(self, event: object) -> bool:
+        """Return True if an event was added."""
+        assert isinstance(event, tuple)
+        kind, iteration = event
+        return kind in self._iterations and iteration in self._iterations[kind]
+
+
 def progress_of(event: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags of a run whose last step is `event`."""
     values = {
@@ -174,7 +202,7 @@ def progress_of(event: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
+def next_batch(events: Path, offset: int, seen: Container[tuple[str, int]]) -> Batch:
     """Read the next batch to send from `offset`: whole events, as many as fit into one request."""
     batch = Batch(offset)
     for event, end in EventReader(events, offset):
@@ -257,9 +285,9 @@ class Forwarder:
         self._events = run_directory / EVENTS_FILE
         self._run_id: str | None = None
         self._offset = 0
-        self._seen: set[tuple[str, int]] = set()
+        self._seen = SentEvents()
         self._doubt_end = 0
-        self._history: dict[str, set[int]] = {}
+        self._history: dict[str, tuple[range, set[int]]] = {}
         self._worker: threading.Thread | None = None
         self._error: Exception | None = None
         self._failures = 0
@@ -390,12 +418,13 @@ class Forwarder:
     def _restore(self, run_id: str) -> None:
         """Continue after the last committed delivery to this run."""
         self._offset = self._committed_offset(run_id)
-        self._seen = set()
-        for event, end in EventReader(self._events):
+        self._seen = SentEvents()
+        for event, end in EventReader(self._events, kinds=CURVES, heads=CURVES):
             if end > self._offset:
                 break
-            if event["kind"] in CURVES:
-                self._seen.add((event["kind"], int(event["iteration"])))
+            identity = (event["kind"], int(event["iteration"]))
+            if identity not in self._seen:
+                self._seen.add(*identity)
         self._doubt_end = self._events.stat().st_size if self._events.exists() else 0
         self._history = {}
         self._run_id = run_id
@@ -450,12 +479,34 @@ class Forwarder:
 
     def _unsent(self, points: list[Point]) -> list[Point]:
         """Return the points whose (metric, step) the store lacked when deliveries to it began."""
+        steps: dict[str, list[int]] = {}
+        for point in points:
+            steps.setdefault(point.key, []).append(point.step)
+        stored = {key: self._stored(key, min(each), max(each)) for key, each in steps.items()}
+        return [point for point in points if point.step not in stored[point.key]]
+
+    def _stored(self, key: str, first: int, last: int) -> set[int]:
+        """Return the steps of a metric from `first` to `last` that the store has.
+
+        The whole history of a metric is read only if these are too many for one answer: that of a
+        month takes the store minutes and gigabytes.
+        """
+        known, stored = self._history.get(key, (range(0), set()))
+        if first in known and last in known:
+            return stored
         assert self._run_id is not None
-        for key in {point.key for point in points} - self._history.keys():
-            history = self._tracking.client.get_metric_history(self._run_id, key)
-            self._history[key] = {metric.step for metric in history}
-            self._progress = time.monotonic()  # a long history takes minutes
-        return [point for point in points if point.step not in self._history[point.key]]
+        ahead = range(first, last + 1 + _BATCHES_AHEAD * (last + 1 - first))
+        for part in (ahead, range(first, last + 1)):
+            found = stored_steps(self._tracking, self._run_id, key, part)
+            self._progress = time.monotonic()
+            if found is not None:
+                self._history[key] = part, found
+                return found
+        history = self._tracking.client.get_metric_history(self._run_id, key)
+        self._progress = time.monotonic()  # a long history takes minutes
+        found = {metric.step for metric in history}
+        self._history[key] = range(min(found), max(found) + 1), found
+        return found
 
     def _record_checkpoint(self, event: Mapping[str, Any]) -> None:
         assert self._run_id is not None
@@ -478,7 +529,8 @@ class Forwarder:
         write_json(self._directory / OFFSET_FILE, state)
         self._offset = batch.end
         self._progress = time.monotonic()
-        self._seen |= batch.seen
+        for kind, iteration in sorted(batch.seen):
+            self._seen.add(kind, iteration)
         if self._offset >= self._doubt_end:
             self._history = {}
 

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.theme import Theme
 
+from megacore.artifact.files import access_errors
 from megacore.errors import MegacoreError
-from megacore.observe.events import EventReader
+from megacore.observe.events import EventReader, end_of_lines
 from tasks._perplexity import PerplexityTable
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
@@ -57,7 +58,10 @@ class LogTail:
 
 def _end_of_events(path: Path) -> int:
     """Return the offset after the last complete event, to hide events of earlier attempts."""
-    return max((offset for _, offset in EventReader(path)), default=0) if path.exists() else 0
+    if not path.exists():
+        return 0
+    with access_errors(path), open(path, "rb") as file:
+        return end_of_lines(file)
 
 
 def console_handler() -> PrefectConsoleHandler | None:

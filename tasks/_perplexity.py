@@ -59,9 +59,8 @@ class PerplexityTable:
         self._artifact: Any = None
         events = run_directory / EVENTS_FILE
         if events.exists():
-            for event, _ in EventReader(events):
-                if event["kind"] == "perplexity":
-                    self._set(event)
+            for event, _ in EventReader(events, kinds=("perplexity",)):
+                self._set(event)
 
     def measured(self, event: Mapping[str, Any]) -> None:
         """Show a `perplexity` event of the training."""

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +54,14 @@ class Curve:
         count = len(self.values)
         if count < _SMOOTH_LEAST:
             return self
-        half = int(_SMOOTH_SPAN * count)
-        sums = [0.0, *accumulate(self.values)]
-        average = []
-        for index in range(count):
-            first = max(0, index - half)
-            last = min(count, 2 * index - first + 1)
-            average.append((sums[last] - sums[first]) / (last - first))
-        return Curve(self.iterations, average)
+        import numpy as np
+
+        half, index = int(_SMOOTH_SPAN * count), np.arange(count)
+        sums = np.concatenate(([0.0], np.cumsum(self.values)))
+        first = np.maximum(0, index - half)
+        last = np.minimum(count, 2 * index - first + 1)
+        average = (sums[last] - sums[first]) / (last - first)
+        return Curve(self.iterations, average.tolist())
 
     def thinned(self, limit: int) -> "Curve":
         """Return at most `limit` of the points: the extremes of equal parts, and both ends.

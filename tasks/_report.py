@@ -451,7 +451,9 @@ def _time(seconds: float) -> str:
 
 
 def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    """Format a time at the page's difference from UTC, also if summer time changed since."""
+    zone = datetime.now().astimezone().tzinfo
+    return datetime.fromtimestamp(seconds, zone).replace(tzinfo=None).isoformat(" ", "seconds")
 
 
 def _zone() -> str:

@@ -200,7 +200,7 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
 def _by_source(history: RunHistory) -> Chart | None:
     """Draw the loss of each source: quick validation, and pale the estimate of training."""
     curves = {
-        kind: {name: Curve.of(points) for name, points in known.items() if points}
+        kind: {name: points.curve() for name, points in known.items() if len(points)}
         for kind, known in history.by_source.items()
     }
     train, valid = curves.get("step", {}), curves.get("evaluation", {})

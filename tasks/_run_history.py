@@ -1,13 +1,14 @@
 """History of a run, read from its events: attempts, curves, checkpoints and warnings."""
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megacore.observe.events import EventReader
+from megacore.observe.events import EventReader, Iterations
 from tasks._plots import Curve
 
 if TYPE_CHECKING:
@@ -51,13 +52,14 @@ class Attempt:
     """Its `start` event; empty if it ended before."""
     reason: str | None = None
     """Reason in its `exit` event; None if it was killed or is still running."""
-    phases: list[dict[str, float]] = field(default_factory=list)
-    """Milliseconds per iteration of its step events by phase, and in all (`total`)."""
+    phases: "dict[str, array[float]]" = field(default_factory=dict)
+    """Milliseconds per iteration by phase, and in all (`total`), with a value for each of its step
+    events."""
     largest_batch: tuple[int, int] = (0, 0)
     """Samples per iteration of these events, and tokens of a sequence."""
-    times: list[float] = field(default_factory=list)
+    times: "array[float]" = field(default_factory=lambda: array("d"))
     """Times of its step events, in Unix seconds."""
-    iterations: list[int] = field(default_factory=list)
+    iterations: "array[float]" = field(default_factory=lambda: array("d"))
     """Iterations of its step events."""
 
     @property
@@ -76,15 +78,21 @@ class Attempt:
         if batch > self.largest_batch:
             self.largest_batch = batch
             self.phases.clear()
-        self.phases.append(event["phase_ms"] | {_TOTAL: event["ms_per_iteration"]})
+        before = len(self.phases.get(_TOTAL, ()))
+        for name, value in (*event["phase_ms"].items(), (_TOTAL, event["ms_per_iteration"])):
+            if name not in self.phases:
+                self.phases[name] = array("d", bytes(8 * before))
+            self.phases[name].append(value)
+        for column in self.phases.values():
+            if len(column) == before:  # a phase that this event lacks
+                column.append(0.0)
 
     @property
     def phase_ms(self) -> dict[str, float]:
         """Median milliseconds per iteration by phase; what no other phase has is `compute`."""
         if not self.phases:
             return {}
-        names = dict.fromkeys(name for phases in self.phases for name in phases)
-        medians = {name: median(phases.get(name, 0.0) for phases in self.phases) for name in names}
+        medians = {name: median(column) for name, column in self.phases.items()}
         known = {
             name: value for name, value in medians.items() if name not in (_TOTAL, *_COMPUTATION)
         }
@@ -98,7 +106,7 @@ class Attempt:
     @property
     def last_iteration(self) -> int:
         """Last iteration that it reported."""
-        return max([self.first_iteration, *self.iterations[-1:]])
+        return max([self.first_iteration, *map(int, self.iterations[-1:])])
 
 
 def end_of(attempt: Attempt, *, last: bool) -> str:
@@ -120,34 +128,68 @@ class SavedCheckpoint:
     deleted: bool = False
 
 
+class Points:
+    """Values by iteration, in the memory of two numbers each; the first of an iteration counts."""
+
+    def __init__(self) -> None:
+        self._iterations = array("d")
+        self._values = array("d")
+        self._known = Iterations()
+
+    def add(self, iteration: int, value: float) -> None:
+        """Add a value, unless the iteration has one."""
+        if iteration not in self._known:
+            self._known.add(iteration)
+            self._iterations.append(iteration)
+            self._values.append(value)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def sorted(self) -> "tuple[Floats, Floats]":
+        """Return the iterations in ascending order and their values."""
+        import numpy as np
+
+        order = np.argsort(np.array(self._iterations))
+        return np.array(self._iterations)[order], np.array(self._values)[order]
+
+    def curve(self) -> Curve:
+        """Return the curve through the points."""
+        iterations, values = self.sorted()
+        return Curve(iterations.astype(int).tolist(), values.tolist())
+
+
 class RunHistory:
     """Events of a run in the order in which they happened.
 
     Of a repeated iteration, the curves have the first report, as in MLflow.
     """
 
-    def __init__(self, events: Path) -> None:
-        """Read an events.jsonl, which may be missing. Raises DataFormatError if it is damaged."""
+    def __init__(self, events: Path, *, heads: Collection[str] = ()) -> None:
+        """Read an events.jsonl, which may be missing. Raises DataFormatError if it is damaged.
+
+        Of the kinds `heads`, only time, attempt and iteration are read, which saves most of the
+        time: `("step",)` is enough for attempts and checkpoints.
+        """
         self.attempts: list[Attempt] = []
         self.checkpoints: dict[int, SavedCheckpoint] = {}
         self.warnings: list[dict[str, Any]] = []
         self.by_position: dict[int, list[dict[str, float]]] = {}
         """Start, loss and tokens of each range of positions, by iteration of the checkpoint. Of a
         repeated iteration they are of the last report, as the checkpoint."""
-        self.by_source: dict[str, dict[str, dict[int, float]]] = {}
-        """Losses by kind of event, source and iteration."""
-        self._values: dict[str, dict[int, float]] = {
-            name: {} for curves in CURVES.values() for name in curves
-        }
-        self._tokens: dict[int, float] = {0: 0.0}
-        self._seconds: dict[int, float] = {0: 0.0}
-        for event, _ in EventReader(events):
+        self.by_source: dict[str, dict[str, Points]] = {}
+        """Losses by kind of event and source."""
+        self._values = {name: Points() for curves in CURVES.values() for name in curves}
+        self._tokens, self._seconds = Points(), Points()
+        for points in (self._tokens, self._seconds):
+            points.add(0, 0.0)
+        for event, _ in EventReader(events, heads=heads):
             self._add(event)
 
     def curve(self, name: str) -> Curve:
         """Return the curve `name` of CURVES, by consumed tokens."""
-        curve = Curve.of(self._values[name])
-        return Curve(self.tokens_at(curve.iterations).round().astype(int).tolist(), curve.values)
+        iterations, values = self._values[name].sorted()
+        return Curve(self.tokens_at(iterations).round().astype(int).tolist(), values.tolist())
 
     def tokens_at(self, iterations: "Sequence[float] | Floats") -> "Floats":
         """Return the tokens consumed before the end of each iteration."""
@@ -166,7 +208,7 @@ class RunHistory:
     @property
     def tokens(self) -> int:
         """Consumed tokens."""
-        return round(self._tokens[max(self._tokens)])
+        return round(float(self._known_tokens[1][-1]))
 
     @property
     def seconds(self) -> float:
@@ -185,11 +227,11 @@ class RunHistory:
 
     @cached_property
     def _known_tokens(self) -> "tuple[Floats, Floats]":
-        return _sorted_arrays(self._tokens)
+        return self._tokens.sorted()
 
     @cached_property
     def _known_seconds(self) -> "tuple[Floats, Floats]":
-        return _sorted_arrays(self._seconds)
+        return self._seconds.sorted()
 
     def _add(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
@@ -199,16 +241,16 @@ class RunHistory:
             iteration = int(event["iteration"])
             self._add_values(event, iteration, fields)
             for each in event.get("by_source") or ():
-                points = self.by_source.setdefault(kind, {}).setdefault(str(each["source"]), {})
+                points = self.by_source.setdefault(kind, {}).setdefault(
+                    str(each["source"]), Points()
+                )
                 if each["loss"] is not None:
-                    points.setdefault(iteration, float(each["loss"]))
+                    points.add(iteration, float(each["loss"]))
             if kind == "step":
                 attempt.times.append(event["time"])
                 attempt.iterations.append(iteration)
                 attempt.add_phases(event)
-                if iteration not in self._seconds:
-                    trained = max(0.0, event["time"] - attempt.start)
-                    self._seconds[iteration] = attempt.trained_before + trained
+                self._seconds.add(iteration, attempt.trained_before + attempt.seconds)
         if kind == "start":
             attempt.facts = event
         elif kind == "exit":
@@ -220,15 +262,12 @@ class RunHistory:
 
     def _add_values(self, event: dict[str, Any], iteration: int, fields: Mapping[str, str]) -> None:
         for name, key in fields.items():
-            points = self._values[name]
-            if iteration not in points:
-                value = _number(event.get(key))
-                if value is not None:
-                    points[iteration] = value
-        if iteration not in self._tokens:
-            tokens = _number(event.get("consumed_tokens"))
-            if tokens is not None:
-                self._tokens[iteration] = tokens
+            value = _number(event.get(key))
+            if value is not None:
+                self._values[name].add(iteration, value)
+        tokens = _number(event.get("consumed_tokens"))
+        if tokens is not None:
+            self._tokens.add(iteration, tokens)
 
     def _attempt(self, event: dict[str, Any]) -> Attempt:
         """Return the attempt of an event, up to whose time it then lasts."""
@@ -258,16 +297,6 @@ class RunHistory:
             checkpoint.deleted = False
         else:
             checkpoint.deleted = True
-
-
-def _sorted_arrays(
-    points: dict[int, float],
-) -> "tuple[Floats, Floats]":
-    """Return keys in ascending order and their values."""
-    import numpy as np
-
-    keys = sorted(points)
-    return np.array(keys, float), np.array([points[key] for key in keys], float)
 
 
 def _number(value: Any) -> float | None:

@@ -67,7 +67,7 @@ def update_run_page(
     """
     from mlflow.entities import RunTag
 
-    history = RunHistory(run_directory / EVENTS_FILE)
+    history = RunHistory(run_directory / EVENTS_FILE, heads=("step",))
     with tracking.errors("take the run's description and logs"):
         run = tracking.client.get_run(run_id)
         paragraphs = [

@@ -22,7 +22,7 @@ from megacore.errors import TrackingError
 from megacore.observe.events import EventReader
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
-from tasks._mlflow_events import BY_TOKENS, CURVES, points_of
+from tasks._mlflow_events import BY_TOKENS, CURVES, SentEvents, points_of
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -109,7 +109,7 @@ class WandbRun:
     def _restart(self) -> None:
         """Read the events from the beginning: rows that were sent are only counted."""
         self._offset = self._number = self._next = 0
-        self._seen: set[tuple[str, int]] = set()
+        self._seen = SentEvents()
 
     def _attempt(self) -> None:
         try:
@@ -160,7 +160,7 @@ class WandbRun:
                         self._run.log(row, step=self._number, commit=True)
                         self._next = self._number + 1
                     self._number += 1
-                    self._seen.add(identity)
+                    self._seen.add(*identity)
                 self._offset = end
         finally:
             if self._next != sent:

@@ -32,6 +32,7 @@ SERIES = (
 _KEPT = (*SERIES, "interval_iterations")
 """Values of a step that a record keeps; a million whole events would take gigabytes."""
 
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of a run's processes."""

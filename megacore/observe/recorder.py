@@ -55,10 +55,11 @@ class Recorder:
         """Return the paths of existing checkpoints by iteration, from the events (rank 0 only)."""
         checkpoints: dict[int, str] = {}
         if self._events:
-            for event, _ in EventReader(self._path):
+            kinds = ("checkpoint", "checkpoint_deleted")
+            for event, _ in EventReader(self._path, kinds=kinds):
                 if event["kind"] == "checkpoint":
                     checkpoints[int(event["iteration"])] = str(event["path"])
-                elif event["kind"] == "checkpoint_deleted":
+                else:
                     checkpoints.pop(int(event["iteration"]), None)
         return checkpoints
 
@@ -68,18 +69,18 @@ class Recorder:
             return {}
         return {
             int(event["iteration"]): float(event["valid_loss"])
-            for event, _ in EventReader(self._path)
-            if event["kind"] == "perplexity" and isinstance(event["valid_loss"], int | float)
+            for event, _ in EventReader(self._path, kinds=("perplexity",))
+            if isinstance(event["valid_loss"], int | float)
         }
 
-    def kinds_at(self, iteration: int) -> frozenset[str]:
-        """Return the kinds of the events of an iteration (rank 0 only)."""
+    def measured_at(self, iteration: int) -> frozenset[str]:
+        """Return which of evaluation and perplexity an iteration has (rank 0 only)."""
         if not self._events:
             return frozenset()
         return frozenset(
             str(event["kind"])
-            for event, _ in EventReader(self._path)
-            if event.get("iteration") == iteration
+            for event, _ in EventReader(self._path, kinds=("evaluation", "perplexity"))
+            if event["iteration"] == iteration
         )
 
     def warning(self, message: str) -> None:

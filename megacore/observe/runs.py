@@ -153,7 +153,8 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
     try:
         config = read_json(directory / RUN_FILE)["config"]
         run.update(name=config["name"], train_iters=_planned_iterations(config["train"]))
-        run.update(_progress(directory / EVENTS_FILE))
+        fine_tunes = "num_epochs" in config["train"]
+        run.update(_progress(directory / EVENTS_FILE, fine_tunes=fine_tunes))
         manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     except (OSError, ValueError, KeyError, TypeError, *_UNREAD):
         return run
@@ -163,22 +164,29 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
     return run
 
 
-def _progress(events: Path) -> dict[str, Any]:
-    """Return the progress of a run; if an iteration was repeated, its later event counts."""
-    progress: dict[str, Any] = {}
-    for event, _ in EventReader(events):
-        progress["updated"] = event["time"]
-        if "total_iterations" in event:
-            progress["train_iters"] = event["total_iterations"]
-        if event["kind"] == "step":
-            progress.update(iteration=event["iteration"], consumed_tokens=event["consumed_tokens"])
-        elif event["kind"] == "perplexity":
-            progress["valid_ppl"] = event["valid_ppl"]
-        elif event["kind"] == "evaluation" and "metrics" in event:  # of a fine-tuning
-            progress["valid_ppl"] = event["metrics"].get("ppl")
-        elif event["kind"] == "best":
-            progress["metric"] = f"{event['metric']} {event['value']:.4f}"
-    return progress
+def _progress(events: Path, *, fine_tunes: bool) -> dict[str, Any]:
+    """Return the progress of a run; if an iteration was repeated, its later event counts.
+
+    The events are read from the end, as far as needed.
+    """
+
+    def newest(*kinds: str, field: str = "kind") -> dict[str, Any]:
+        found = EventReader(events, kinds=kinds or None).newest_first()
+        return next((event for event in found if field in event), {})
+
+    last, step = newest(), newest("step")
+    progress: dict[str, Any] = {"updated": last["time"]} if last else {}
+    if step:
+        progress.update(iteration=step["iteration"], consumed_tokens=step["consumed_tokens"])
+    if not fine_tunes:
+        return progress | {"valid_ppl": newest("perplexity").get("valid_ppl")}
+    planned, best = newest("start", "step", field="total_iterations"), newest("best")
+    if planned:
+        progress["train_iters"] = planned["total_iterations"]
+    if best:
+        progress["metric"] = f"{best['metric']} {best['value']:.4f}"
+    evaluation = newest("evaluation", field="metrics")
+    return progress | {"valid_ppl": evaluation.get("metrics", {}).get("ppl")}
 
 
 def _planned_iterations(train: dict[str, Any]) -> int | None:

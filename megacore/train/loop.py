@@ -203,7 +203,7 @@ class Trainer:
             return None
         # The attempt that saved it skipped them because of a signal. An earlier start may have made
         # up for them: the marker does not change, because other runs' keys may have its digest.
-        measured = self._ranks.on_first(lambda: self._recorder.kinds_at(self.state.iteration))
+        measured = self._ranks.on_first(lambda: self._recorder.measured_at(self.state.iteration))
         try:
             if self.state.iteration > 0 and self._evaluation_due and "evaluation" not in measured:
                 self._evaluate()

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megacore.errors import DataFormatError, TransientFileError, WorkspaceError
-from megacore.observe.events import EventReader, EventWriter
+from megacore.observe import events
+from megacore.observe.events import EventReader, EventWriter, Iterations
 
 
 def test_an_event_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -72,6 +73,58 @@ def test_a_complete_line_without_an_event_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "start"}\nnonsense\n', encoding="utf-8")
     with pytest.raises(DataFormatError, match="byte 27 is no event"):
         list(EventReader(path))
+
+
+@pytest.fixture
+def long_log(tmp_path: Path) -> Path:
+    """Return a log of several blocks, some of whose lines are longer than one, and a torn line."""
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, attempt=7) as writer:
+        for iteration in range(1, 401):
+            writer.write("step", iteration=iteration, text="x" * (iteration % 7) * 100)
+            if iteration % 100 == 0:
+                writer.write("perplexity", iteration=iteration, text="y" * 200_000)
+        writer.write("exit", reason="finished")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"kind": "step", "time": 1.0')
+    return path
+
+
+def test_events_are_read_from_the_end_as_from_the_beginning(long_log: Path) -> None:
+    known = list(EventReader(long_log))
+    assert list(EventReader(long_log).newest_first()) == [event for event, _ in known[::-1]]
+    assert list(EventReader(long_log, known[9][1]).newest_first()) == [
+        event for event, _ in known[:9:-1]
+    ]
+    assert next(EventReader(long_log, kinds=("step",)).newest_first())["iteration"] == 400
+    assert list(EventReader(long_log.with_name("absent")).newest_first()) == []
+
+
+def test_events_of_other_kinds_are_not_parsed(
+    long_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(EventReader(long_log))
+    short = [
+        (event, end)
+        for event, end in whole
+        if event.pop("text", None) is None or event["kind"] == "step"
+    ]
+    lines: list[bytes] = []
+    parse = events._parse
+    monkeypatch.setattr(events, "_parse", lambda *line: lines.append(line[0]) or parse(*line))
+    assert list(EventReader(long_log, kinds=("step", "exit"), heads=("step",))) == short
+    assert len(lines) == 1
+
+
+def test_iterations_are_a_set_in_little_memory() -> None:
+    added: list[int] = []
+    iterations = Iterations()
+    for iteration in (*range(1, 5000), *range(5010, 90_000, 10), 89_995, *range(6001, 6009), 7):
+        if iteration not in iterations:
+            iterations.add(iteration)
+            added.append(iteration)
+    assert {each for each in range(-5, 100_000) if each in iterations} == set(added)
+    assert len(iterations._ranges) < 10
 
 
 def test_events_on_a_failing_disk_are_named() -> None:

@@ -10,6 +10,7 @@ import pytest
 from megacore.artifact import StageKey, Workspace, build_artifact, lock
 from megacore.artifact.build import seal
 from megacore.errors import ConfigError
+from megacore.observe import events
 from megacore.observe.events import EventWriter
 from megacore.observe.runs import find_run, named_directory, runs
 
@@ -24,11 +25,11 @@ def workspace(tmp_path: Path) -> Workspace:
         json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
     )
     (directory / "checkpoints" / "shard").write_bytes(b"x" * 5000)
-    with EventWriter(directory / "events.jsonl", attempt=1) as events:
+    with EventWriter(directory / "events.jsonl", attempt=1) as log:
         for iteration in (10, 20):
-            events.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
-            events.write("evaluation", iteration=iteration, lm_loss=1.0)
-            events.write("perplexity", iteration=iteration, valid_ppl=100.0 / iteration)
+            log.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
+            log.write("evaluation", iteration=iteration, lm_loss=1.0)
+            log.write("perplexity", iteration=iteration, valid_ppl=100.0 / iteration)
     return workspace
 
 
@@ -49,6 +50,20 @@ def test_a_stopped_run_is_listed_with_its_progress(workspace: Workspace) -> None
         "metric": None,
         "path": str(workspace.folder("train") / "aaaa"),
     }
+
+
+def test_a_long_run_is_listed_from_the_end_of_its_events(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EventWriter(workspace.folder("train") / "aaaa" / "events.jsonl", attempt=2) as log:
+        for iteration in range(21, 2001):
+            log.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
+    lines: list[bytes] = []
+    parse = events._parse
+    monkeypatch.setattr(events, "_parse", lambda *line: lines.append(line[0]) or parse(*line))
+    (run,) = runs(workspace)
+    assert (run["iteration"], run["consumed_tokens"], run["valid_ppl"]) == (2000, 64_000, 5.0)
+    assert len(lines) == 3
 
 
 def test_a_locked_run_is_running_and_a_sealed_one_finished(workspace: Workspace) -> None:
@@ -87,8 +102,8 @@ def test_the_newest_run_is_first_and_folders_without_run_json_are_ignored(
     (other / "run.json").write_text(
         json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}})
     )
-    with EventWriter(other / "events.jsonl", attempt=1) as events:
-        events.write("start", ranks=1)
+    with EventWriter(other / "events.jsonl", attempt=1) as log:
+        log.write("start", ranks=1)
     assert [run["name"] for run in runs(workspace)] == ["later", "gpt2-test"]
     assert runs(workspace)[0]["iteration"] is None
 
@@ -165,18 +180,18 @@ def test_a_fine_tuning_run_is_listed_with_its_best_metric(tmp_path: Path) -> Non
     directory.mkdir(parents=True)
     config = {"name": "bert-mrpc", "train": {"num_epochs": 3, "max_steps": None}}
     (directory / "run.json").write_text(json.dumps({"config": config}))
-    with EventWriter(directory / "events.jsonl", attempt=1) as events:
-        events.write("start", iteration=0, total_iterations=12)
+    with EventWriter(directory / "events.jsonl", attempt=1) as log:
+        log.write("start", iteration=0, total_iterations=12)
         assert runs(workspace)[0]["train_iters"] == 12
-        events.write("evaluation", iteration=0, consumed_tokens=0, loss=0.7, metrics={"f1": 0.5})
-        events.write("step", iteration=4, total_iterations=12, consumed_tokens=64, loss=0.6)
-        events.write("best", iteration=4, path="best/iter_0000004", metric="f1", value=0.75)
+        log.write("evaluation", iteration=0, consumed_tokens=0, loss=0.7, metrics={"f1": 0.5})
+        log.write("step", iteration=4, total_iterations=12, consumed_tokens=64, loss=0.6)
+        log.write("best", iteration=4, path="best/iter_0000004", metric="f1", value=0.75)
     (run,) = runs(workspace)
     assert (run["name"], run["iteration"], run["train_iters"]) == ("bert-mrpc", 4, 12)
     assert (run["metric"], run["valid_ppl"], run["state"]) == ("f1 0.7500", None, "incomplete")
     assert find_run(workspace, "bert-mrpc", state="incomplete") == directory
-    with EventWriter(directory / "events.jsonl", attempt=1) as events:
-        events.write(
+    with EventWriter(directory / "events.jsonl", attempt=1) as log:
+        log.write(
             "evaluation",
             iteration=4,
             consumed_tokens=64,

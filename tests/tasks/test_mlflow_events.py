@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+import tasks._mlflow
 import tasks._mlflow_events
+from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError, WorkspaceError
+from megacore.observe.events import EventReader
 from tasks._checkpoint_models import POSITION_PREFIXES
 from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import (
@@ -562,6 +565,48 @@ def test_long_history_of_a_store_that_answers_is_no_outage(
         patch.setattr(MlflowClient, "get_metric_history", slow)
         run_id = make_forwarder().flush(timeout=1.5)
     check(tracking, run_id, [10, 20])
+
+
+def test_events_in_doubt_are_looked_up_without_the_whole_history(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    run_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow import MlflowClient
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the whole history of a month takes minutes and gigabytes")
+
+    for iteration in range(1, 301):
+        log.step(iteration)
+    run_id = make_forwarder().flush()
+    offset = next(end for event, end in EventReader(log.path) if event["iteration"] == 200)
+    # A flow that was killed after the store had more than the offset says, and before the rest.
+    write_json(run_directory / OFFSET_FILE, {"run_id": run_id, "offset": offset, "names": 2})
+    for iteration in range(301, 321):
+        log.step(iteration)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", refuse)
+        make_forwarder().flush()
+    check(tracking, run_id, list(range(1, 321)))
+
+
+def test_steps_that_are_too_many_for_one_answer_are_not_a_sample(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    run_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for iteration in range(1, 61):
+        log.step(iteration)
+    run_id = make_forwarder().flush()
+    (run_directory / OFFSET_FILE).unlink()
+    monkeypatch.setattr(tasks._mlflow, "_MOST_STEPS", 20)
+    make_forwarder().flush()
+    check(tracking, run_id, list(range(1, 61)))
 
 
 def test_poll_never_raises(

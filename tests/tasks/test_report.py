@@ -1,8 +1,12 @@
 """The report of a run as an HTML page."""
 
 import html
+import json
 import re
+import time
+import tracemalloc
 from contextlib import nullcontext
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,3 +441,56 @@ def test_a_run_without_a_prediction_has_no_comparison(log: EventLog) -> None:
     log.start()
     log.step(10, ms_per_iteration=100.0, phase_ms={"optimizer": 10.0})
     assert "Time per iteration" not in write_page(log, facts_of()).text
+
+
+def test_times_have_the_stated_zone_in_summer_and_in_winter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        hours = int(tasks._report._zone()[3:6])
+        for month in ("2026-01-15", "2026-07-15"):
+            seconds = datetime.fromisoformat(f"{month} 10:00:00+00:00").timestamp()
+            assert tasks._report._date(seconds) == f"{month} {10 + hours}:00:00"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_long_history_takes_little_memory(log: EventLog) -> None:
+    phases = {f"phase {number}": 0.5 for number in range(8)}
+    with open(log.path, "w", encoding="utf-8") as file:
+        for iteration in range(1, 10_001):
+            step = {
+                "kind": "step",
+                "time": 1e9 + iteration,
+                "attempt": 1 + (iteration >= 5000),
+                "iteration": iteration,
+                "consumed_tokens": 32 * iteration,
+                "phase_ms": phases,
+                "ms_per_iteration": 4.0 + iteration,
+            }
+            values = dict.fromkeys(("lm_loss", "lr", "grad_norm", "mfu"), 1.0 / iteration)
+            file.write(json.dumps(step | values) + "\n")
+    tracemalloc.start()
+    history = RunHistory(log.path)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 10_000 * 300
+    assert history.curve("train_loss").values[-1] == 1e-4
+    brief = RunHistory(log.path, heads=("step",))
+    assert [attempt.last_iteration for attempt in brief.attempts] == [4999, 10_000]
+    assert [attempt.seconds for attempt in brief.attempts] == [
+        attempt.seconds for attempt in history.attempts
+    ]
+
+
+def test_training_time_rises_when_the_clock_is_set_back(log: EventLog) -> None:
+    log.start()
+    for iteration in (10, 20, 30, 40):
+        log.step(iteration)
+        log.time -= 3600.0 if iteration == 20 else 0.0
+    seconds = RunHistory(log.path).seconds_at([10, 20, 30, 40]).tolist()
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 0

@@ -26,8 +26,10 @@ def attempt_of(config: RunConfig, ranks: int, hosts: int = 1, **facts: Any) -> A
     known: dict[str, Any] = {"ranks": ranks, "hosts": [f"node-{i}" for i in range(hosts)]}
     prediction = _report_charts._iteration(config, known).predict()
     known |= {"predicted_ms": prediction.phase_ms} | facts
-    times = {"forward-compute": 1.0, "total": 1.1e3 * prediction.seconds}
-    return Attempt(1, 0.0, 1.0, 0.0, facts=known, phases=[times])
+    attempt = Attempt(1, 0.0, 1.0, 0.0, facts=known)
+    total = 1.1e3 * prediction.seconds
+    attempt.add_phases({"phase_ms": {"forward-compute": 1.0}, "ms_per_iteration": total})
+    return attempt
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_the_page_has_the_chart_below_the_times(
     config, log = load_config("gpt2-tiny"), EventLog(tmp_path / "events.jsonl")
     attempt = attempt_of(config, 1)
     log.start(**attempt.facts | {"hardware": "CPU core"})
-    total = attempt.phases[0]["total"]
+    total = attempt.phases["total"][0]
     log.step(10, ms_per_iteration=total, phase_ms={"forward-compute": total})
     facts = ReportFacts(config, {}, None, "", (), "")
     page = write_report(tmp_path / "report.html", tmp_path, facts).read_text(encoding="utf-8")
