@@ -17,6 +17,7 @@ from megacore.errors import ParallelLayoutError
 from megacore.kernels.choice import plain_kernels
 from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
+from megacore.models.layers.shared import LayerSetup
 from megacore.observe.timers import Timers
 from megacore.parallel import collectives
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
@@ -167,15 +168,8 @@ def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Tensors]:
             model = tiny_config(
                 hidden_size=16, num_attention_heads=HEADS, num_query_groups=groups
             ).model
-            layer = SelfAttention(
-                model,
-                0,
-                recompute=False,
-                kernels=plain_kernels(),
-                tp=tp,
-                sequence_parallel=sequence and tp.size > 1,
-                device="cpu",
-            ).double()
+            setup = LayerSetup(plain_kernels(), tp, sequence and tp.size > 1)
+            layer = SelfAttention(model, setup, 0, recompute=False).double()
             _load(layer, **_attention_weights(groups))
             x, g = random("x", 2, 8, 16), random("g", 2, 8, 16)
             results[groups, sequence] = _run_layer(
@@ -232,9 +226,7 @@ def mlp(tp: ParallelGroup) -> dict[bool, Tensors]:
     results = {}
     for sequence in (False, True):
         model = ModelConfig(num_layers=1, hidden_size=6, num_attention_heads=1, ffn_hidden_size=8)
-        layer = MLP(
-            model, kernels=plain_kernels(), tp=tp, sequence_parallel=sequence, device="cpu"
-        ).double()
+        layer = MLP(model, LayerSetup(plain_kernels(), tp, sequence)).double()
         _load(layer, **MLP_WEIGHTS)
         x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
         results[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))

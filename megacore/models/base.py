@@ -16,6 +16,7 @@ from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.kernels.cross_entropy import softcapped
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
+from megacore.models.layers.shared import LayerSetup
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.context import positions_of_rank
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
@@ -223,14 +224,14 @@ class Model(nn.Module, ABC):
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.cp = cp
+        setup = LayerSetup(self.kernels, tp, self.sequence_parallel, device)
         untied = model.untie_embeddings_and_output_weights
         if self._embeds or (self.has_head and not untied):
-            self.embedding = self._embedding(device)
-        self._build(device)
-        has_output_layer = self.has_head and untied
+            self.embedding = self._embedding(setup)
+        self._build(setup)
         self.output_layer = (
-            OutputLayer(padded_vocab_size, model.hidden_size, tp=tp, device=device)
-            if has_output_layer
+            OutputLayer(padded_vocab_size, model.hidden_size, setup)
+            if self.has_head and untied
             else None
         )
 
@@ -265,7 +266,7 @@ class Model(nn.Module, ABC):
         """
 
     @abstractmethod
-    def _build(self, device: torch.device | str) -> None:
+    def _build(self, setup: LayerSetup) -> None:
         """Add the modules between the embedding and the output layer."""
 
     @property
@@ -283,23 +284,20 @@ class Model(nn.Module, ABC):
         """True if a stack begins in this chunk."""
         return self.chunk.has_embedding or self.chunk.has_decoder_embedding
 
-    def _embedding(self, device: torch.device | str) -> Embedding:
+    def _embedding(self, setup: LayerSetup) -> Embedding:
         return Embedding(
             self.model,
+            setup,
             self.padded_vocab_size,
             self.max_position_embeddings,
             tokentypes=self.tokentypes,
             table_only=not self._embeds,
-            kernels=self.kernels,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            device=device,
         )
 
     def _stack(
         self,
+        setup: LayerSetup,
         layers: range,
-        device: torch.device | str,
         *,
         final_layernorm: bool,
         recomputed: int | None,
@@ -311,14 +309,11 @@ class Model(nn.Module, ABC):
         """
         return Transformer(
             self.model,
+            setup,
             layers,
             final_layernorm=final_layernorm,
             recompute=self._recompute,
             recompute_num_layers=recomputed,
-            kernels=self.kernels,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            device=device,
             **kind,
         )
 

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
-from megacore.kernels.choice import Kernels
 from megacore.models.base import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.layers.norm import make_norm, parameters_of
-from megacore.models.layers.shared import Shared
-from megacore.parallel.mesh import ParallelGroup
+from megacore.models.layers.shared import LayerSetup, Shared
 from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import divide
@@ -55,23 +53,21 @@ class BertModel(Model):
             (LM_LOSS,) if self.sentence_loss is None else (LM_LOSS, self.sentence_loss)
         )
 
-    def _build(self, device: torch.device | str) -> None:
-        model, tp = self.model, self.tp
+    def _build(self, setup: LayerSetup) -> None:
+        model = self.model
         self.encoder = self._stack(
+            setup,
             self.chunk.layers,
-            device,
             final_layernorm=self.has_head,
             recomputed=self.recompute_num_layers,
             causal=False,
         )
         if self.has_head:
-            self.lm_head = MaskedLmHead(
-                model, self.padded_vocab_size, self.kernels, tp, self.sequence_parallel, device
-            )
+            self.lm_head = MaskedLmHead(model, setup, self.padded_vocab_size)
             if model.bert_binary_head:
-                self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
+                self.pooler = Pooler(model.hidden_size, setup)
                 self.binary_head = ColumnParallelLinear(
-                    model.hidden_size, BINARY_CLASSES, device=device
+                    model.hidden_size, BINARY_CLASSES, device=setup.device
                 )
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor | None]:
@@ -90,18 +86,10 @@ class BertModel(Model):
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """Run the chunk's forward pass on one micro batch.
+        """Return activations [b, s, h], or the losses of labels [b, s] and samples [b].
 
-        Args:
-            inputs: the micro batch; every chunk needs the positions of padding.
-            hidden: output of the previous chunk; None for a chunk with the embedding.
-            dropout_seed: seed of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
-                training with dropout.
-
-        Returns:
-            Activations [b, s, h], with sequence parallelism [b, s/t, h]. A chunk with the head
-            returns the losses of the labels [b, s] and of the samples [b]; it does not gather the
-            logits for them.
+        With sequence parallelism activations are [b, s/t, h]. The logits are not gathered for the
+        losses. Every chunk needs `inputs`, for the positions of padding.
         """
         assert inputs is not None
         hidden = self._hidden(inputs, hidden, dropout_seed)
@@ -166,25 +154,16 @@ class MaskedLmHead(nn.Module):
     sequence. `bias` is the bias of the output projection, divided like its rows.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        padded_vocab_size: int,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, model: ModelConfig, setup: LayerSetup, padded_vocab_size: int) -> None:
         super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.kernels, self.tp = setup.kernels, setup.tp
+        self.sequence_parallel = setup.sequence_parallel
         self.activation = model.activation
-        self.kernels = kernels
-        self.dense = ColumnParallelLinear(model.hidden_size, model.hidden_size, device=device)
-        self.layernorm = make_norm(model, model.hidden_size, kernels, device)
-        self.bias = nn.Parameter(
-            torch.empty(divide(padded_vocab_size, tp, "the padded vocabulary of"), device=device)
-        )
+        hidden, device = model.hidden_size, setup.device
+        self.dense = ColumnParallelLinear(hidden, hidden, device=device)
+        self.layernorm = make_norm(model, hidden, setup)
+        local = divide(padded_vocab_size, self.tp, "the padded vocabulary of")
+        self.bias = nn.Parameter(torch.empty(local, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
@@ -203,17 +182,10 @@ class MaskedLmHead(nn.Module):
 class Pooler(nn.Module):
     """tanh(dense(x)) of the first token, [CLS]; identical on every rank."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, hidden_size: int, setup: LayerSetup) -> None:
         super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.dense = ColumnParallelLinear(hidden_size, hidden_size, device=device)
+        self.tp, self.sequence_parallel = setup.tp, setup.sequence_parallel
+        self.dense = ColumnParallelLinear(hidden_size, hidden_size, device=setup.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b, s, h] (with sequence parallelism [b, s/t, h]) to [b, h]."""

@@ -16,7 +16,7 @@ from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
 from megacore.models.layers.rotary import Rotary
-from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
+from megacore.models.layers.shared import KeyValueCache, LayerSetup, Shared, positions_of
 from megacore.parallel.context import part_of_rank, positions_of_rank
 from megacore.tensor_parallel import column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
@@ -25,17 +25,17 @@ from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 class GPTModel(Model):
     """A causal language model, or a chunk of one."""
 
-    def _build(self, device: torch.device | str) -> None:
+    def _build(self, setup: LayerSetup) -> None:
         self.encoder = self._stack(
+            setup,
             self.chunk.layers,
-            device,
             final_layernorm=self.has_head,
             recomputed=self.recompute_num_layers,
             scale=self.model.score_scale,
         )
         # Made once: copies of new slopes to a GPU would wait for it in every micro batch.
         # They are no parameter, and a model on the meta device gets only parameters later.
-        place = "cpu" if torch.device(device).type == "meta" else device
+        place = "cpu" if torch.device(setup.device).type == "meta" else setup.device
         self._slopes = (
             alibi_slopes(self.model.num_attention_heads).to(place).chunk(self.tp.size)[self.tp.rank]
             if self.model.position_embedding_type == "alibi"

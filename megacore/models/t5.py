@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_mask
-from megacore.models.layers.shared import KeyValueCache, Shared
+from megacore.models.layers.shared import KeyValueCache, LayerSetup, Shared
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import column_parallel
@@ -32,23 +32,23 @@ class T5Model(Model):
 
     has_decoder = True
 
-    def _build(self, device: torch.device | str) -> None:
+    def _build(self, setup: LayerSetup) -> None:
         layers, decoder_layers = self.chunk.layers, self.chunk.decoder_layers
         limit = self.recompute_num_layers
-        self.encoder = self._side(layers, device, limit, decoder=False) if layers else None
+        self.encoder = self._side(setup, layers, limit, decoder=False) if layers else None
         remaining = None if limit is None else max(0, limit - len(layers))
         self.decoder = (
-            self._side(decoder_layers, device, remaining, decoder=True) if decoder_layers else None
+            self._side(setup, decoder_layers, remaining, decoder=True) if decoder_layers else None
         )
 
     def _side(
-        self, layers: range, device: torch.device | str, recomputed: int | None, *, decoder: bool
+        self, setup: LayerSetup, layers: range, recomputed: int | None, *, decoder: bool
     ) -> Transformer:
         """Build layers of one of the stacks; the part with the last layer has the final norm."""
         model = self.model
         return self._stack(
+            setup,
             layers,
-            device,
             final_layernorm=layers.stop == (model.decoder_layers if decoder else model.num_layers),
             recomputed=recomputed,
             causal=decoder,
@@ -101,19 +101,12 @@ class T5Model(Model):
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """Run the chunk's forward pass on one micro batch.
+        """Run the chunk's forward pass; every chunk needs `inputs`, for the positions of padding.
 
-        Args:
-            inputs: the micro batch; every chunk needs the positions of padding.
-            hidden: output of the previous chunk; None for a chunk with the encoder's embedding.
-            dropout_seed: seed of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
-                training with dropout.
-
-        Returns:
-            A chunk of the encoder returns activations [b, s, h]. A chunk of the decoder returns the
-            encoder's output and its own activations, concatenated to [b, s + s_d, h], with sequence
-            parallelism this rank's part of each. A chunk with the head returns the loss of each
-            label, [b, s_d] in fp32; it does not gather the logits for it.
+        A chunk of the encoder returns activations [b, s, h]. A chunk of the decoder returns the
+        encoder's output and its own activations, concatenated to [b, s + s_d, h], with sequence
+        parallelism this rank's part of each. A chunk with the head returns the loss of each label,
+        [b, s_d] in fp32; it does not gather the logits for it.
         """
         assert inputs is not None
         if self.encoder is not None:

@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
-from megacore.kernels.choice import Kernels
 from megacore.kernels.spans import Spans
 from megacore.models.layers.norm import make_head_norm, parameters_of
-from megacore.models.layers.shared import Shared
+from megacore.models.layers.shared import LayerSetup, Shared
 from megacore.parallel.context import dropout_part
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import context_parallel_region, seed_dropout, tensor_parallel_region
@@ -33,38 +32,32 @@ class _Attention(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         number: int,
         *,
         causal: bool,
         scale: float | None,
         recompute: bool,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.number = number
         self.causal = causal
         self.scale = scale
         self.recompute = recompute
-        self.kernels = kernels
-        softcap = model.attn_logit_softcapping
-        self.attention = (
-            kernels.attention if softcap is None else partial(kernels.attention, softcap=softcap)
-        )
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.kernels, self.tp = setup.kernels, setup.tp
+        self.sequence_parallel = setup.sequence_parallel
+        attention, softcap = self.kernels.attention, model.attn_logit_softcapping
+        self.attention = attention if softcap is None else partial(attention, softcap=softcap)
         self.head_dim = model.head_dim
-        self.heads = divide(model.num_attention_heads, tp, "model.num_attention_heads")
+        self.heads = divide(model.num_attention_heads, self.tp, "model.num_attention_heads")
         self.attention_dropout = model.attention_dropout
         self.dense = RowParallelLinear(
             model.attention_size,
             model.hidden_size,
             bias=model.add_bias_linear,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            device=setup.device,
         )
 
     def _column(
@@ -180,14 +173,12 @@ class SelfAttention(_Attention):
 
     Args:
         model: model configuration.
+        setup: kernels, ranks and device; with sequence parallelism input and output are this
+            rank's part of the sequence.
         number: the layer's index in the whole model.
         causal: a token sees only itself and previous tokens.
         scale: factor on the scores; None means 1 / sqrt(d).
         recompute: keep only q, k and v for the backward pass, not what is computed from them.
-        kernels: kernels to compute with.
-        tp: ranks that share the layer.
-        sequence_parallel: input and output are this rank's part of the sequence.
-        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: heads or groups cannot be divided over the ranks.
@@ -196,37 +187,24 @@ class SelfAttention(_Attention):
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         number: int,
         *,
         causal: bool = True,
         scale: float | None = None,
         recompute: bool,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
-        super().__init__(
-            model,
-            number,
-            causal=causal,
-            scale=scale,
-            recompute=recompute,
-            kernels=kernels,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
-        )
+        super().__init__(model, setup, number, causal=causal, scale=scale, recompute=recompute)
         self.groups = model.query_groups
         self.grouped = model.query_groups != model.num_attention_heads
         if self.grouped:
-            _check_groups(self.groups, tp)
-            self.query = self._column(model, model.attention_size, device)
-            self.key_value = self._column(model, 2 * self.groups * self.head_dim, device)
+            _check_groups(self.groups, self.tp)
+            self.query = self._column(model, model.attention_size, setup.device)
+            self.key_value = self._column(model, 2 * self.groups * self.head_dim, setup.device)
         else:
-            self.query_key_value = self._column(model, 3 * model.attention_size, device)
-        self.q_layernorm = make_head_norm(model, model.num_attention_heads, kernels, tp, device)
-        self.k_layernorm = make_head_norm(model, self.groups, kernels, tp, device)
+            self.query_key_value = self._column(model, 3 * model.attention_size, setup.device)
+        self.q_layernorm = make_head_norm(model, model.num_attention_heads, setup)
+        self.k_layernorm = make_head_norm(model, self.groups, setup)
         softcapped = model.attn_logit_softcapping is not None
         self.packs = not (self.grouped or model.qk_layernorm or softcapped)
         """True if nothing changes q, k and v, and the packed kernel computes the scores."""
@@ -336,13 +314,11 @@ class CrossAttention(_Attention):
 
     Args:
         model: model configuration.
+        setup: kernels, ranks and device; with sequence parallelism input, memory and output are
+            this rank's part of their sequence.
         number: the layer's index in the whole model.
         scale: factor on the scores; None means 1 / sqrt(d).
         recompute: keep only q, k and v for the backward pass, not what is computed from them.
-        kernels: kernels to compute with.
-        tp: ranks that share the layer.
-        sequence_parallel: input, memory and output are this rank's part of their sequence.
-        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: heads cannot be divided over the ranks.
@@ -353,28 +329,15 @@ class CrossAttention(_Attention):
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         number: int,
         *,
         scale: float | None = None,
         recompute: bool,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
-        super().__init__(
-            model,
-            number,
-            causal=False,
-            scale=scale,
-            recompute=recompute,
-            kernels=kernels,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
-        )
-        self.query = self._column(model, model.attention_size, device)
-        self.key_value = self._column(model, 2 * model.attention_size, device)
+        super().__init__(model, setup, number, causal=False, scale=scale, recompute=recompute)
+        self.query = self._column(model, model.attention_size, setup.device)
+        self.key_value = self._column(model, 2 * model.attention_size, setup.device)
 
     def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
-from megacore.kernels.choice import Kernels
 from megacore.models.layers.norm import make_norm, parameters_of
+from megacore.models.layers.shared import LayerSetup
 from megacore.parallel.context import dropout_part
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import EMBEDDING, seed_dropout, tensor_parallel_region
@@ -22,14 +22,12 @@ class Embedding(nn.Module):
 
     Args:
         model: model configuration; with norms after sums (BERT) the embedding has a norm too.
+        setup: kernels, ranks that share the token table, and device; with sequence parallelism the
+            output is this rank's part of the sequence.
         padded_vocab_size: rows of the token table (v).
         max_position_embeddings: rows of the position table.
         tokentypes: rows of the segment table; 0 means no table.
         table_only: create only the token table, for a tied head.
-        kernels: kernels to compute with.
-        tp: ranks that share the token table.
-        sequence_parallel: the output is this rank's part of the sequence.
-        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: the vocabulary cannot be divided over the ranks.
@@ -38,25 +36,25 @@ class Embedding(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         padded_vocab_size: int,
         max_position_embeddings: int,
         *,
         tokentypes: int = 0,
         table_only: bool,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.kernels, self.tp = setup.kernels, setup.tp
+        self.sequence_parallel = setup.sequence_parallel
         self.hidden_dropout = model.hidden_dropout
-        self.kernels = kernels
-        hidden = model.hidden_size
+        hidden, device = model.hidden_size, setup.device
         self.scale = hidden**0.5 if model.scale_embeddings else None
         self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device
+            padded_vocab_size,
+            hidden,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            device=device,
         )
         complete = not table_only
         learned = complete and model.position_embedding_type == "learned_absolute"
@@ -71,9 +69,7 @@ class Embedding(nn.Module):
             else None
         )
         self.layernorm = (
-            make_norm(model, hidden, kernels, device)
-            if complete and model.norm_position == "post"
-            else None
+            make_norm(model, hidden, setup) if complete and model.norm_position == "post" else None
         )
 
     def forward(
@@ -135,18 +131,11 @@ class OutputLayer(nn.Module):
         ParallelLayoutError: the vocabulary cannot be divided over the ranks.
     """
 
-    def __init__(
-        self,
-        padded_vocab_size: int,
-        hidden_size: int,
-        *,
-        tp: ParallelGroup,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, padded_vocab_size: int, hidden_size: int, setup: LayerSetup) -> None:
         super().__init__()
-        self.tp = tp
-        local = divide(padded_vocab_size, tp, "the padded vocabulary of")
-        self.weight = nn.Parameter(torch.empty(local, hidden_size, device=device))
+        self.tp = setup.tp
+        local = divide(padded_vocab_size, self.tp, "the padded vocabulary of")
+        self.weight = nn.Parameter(torch.empty(local, hidden_size, device=setup.device))
 
     def partitions(self) -> dict[str, Partition]:
         """Return the weights' partition: they are divided by rows."""

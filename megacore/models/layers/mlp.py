@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
-from megacore.kernels.choice import Kernels
-from megacore.parallel.mesh import ParallelGroup
+from megacore.models.layers.shared import LayerSetup
 from megacore.parallel.rng import tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megacore.tensor_parallel.linear import Affine
@@ -20,42 +18,32 @@ class MLP(nn.Module):
 
     Args:
         model: model configuration.
+        setup: kernels, ranks and device; with sequence parallelism input and output are this
+            rank's part of the sequence.
         inner_dropout: probability of dropping an element between the layers, as in T5; it applies
             only in training, and the caller must seed it.
-        kernels: kernels to compute with.
-        tp: ranks that share the layers.
-        sequence_parallel: input and output are this rank's part of the sequence.
-        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: the inner width cannot be divided over the ranks.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        inner_dropout: float = 0.0,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
+        self, model: ModelConfig, setup: LayerSetup, *, inner_dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.activation = model.activation
         self.inner_dropout = inner_dropout
-        self.kernels = kernels
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.kernels, self.tp = setup.kernels, setup.tp
+        self.sequence_parallel = setup.sequence_parallel
         bias = model.add_bias_linear
         column = partial(
             ColumnParallelLinear,
             model.hidden_size,
             model.ffn_size,
             bias=bias,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
+            tp=setup.tp,
+            sequence_parallel=setup.sequence_parallel,
+            device=setup.device,
         )
         self.dense_h_to_4h_gate = column() if model.gated else None
         self.dense_h_to_4h = column()
@@ -63,9 +51,9 @@ class MLP(nn.Module):
             model.ffn_size,
             model.hidden_size,
             bias=bias,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
+            tp=setup.tp,
+            sequence_parallel=setup.sequence_parallel,
+            device=setup.device,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
 from megacore.kernels.choice import Kernels
-from megacore.parallel.mesh import ParallelGroup
+from megacore.models.layers.shared import LayerSetup
 from megacore.tensor_parallel.mappings import gather_within_tensor_parallel_region
 
 
@@ -72,9 +72,7 @@ class ProjectionRMSNorm(RMSNorm):
         head_dim: size of a head (d).
         zero_centered: multiply by 1 + weight.
         eps: term added to the mean square.
-        kernels: kernels to compute with.
-        tp: ranks that share the heads.
-        device: device of the parameter.
+        setup: kernels, ranks and device.
     """
 
     def __init__(
@@ -84,12 +82,10 @@ class ProjectionRMSNorm(RMSNorm):
         *,
         zero_centered: bool,
         eps: float,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        device: torch.device | str,
+        setup: LayerSetup,
     ) -> None:
-        super().__init__(size, eps, kernels, device)
-        self.tp = tp
+        super().__init__(size, eps, setup.kernels, setup.device)
+        self.tp = tp = setup.tp
         self.zero_centered = zero_centered
         heads = size // head_dim
         self.first = tp.rank * heads // tp.size * head_dim
@@ -110,37 +106,27 @@ class ProjectionRMSNorm(RMSNorm):
         return (normed * weight.narrow(0, self.first, self.local)).to(x.dtype).view(x.shape)
 
 
-def make_norm(
-    model: ModelConfig, size: int, kernels: Kernels, device: torch.device | str
-) -> nn.Module:
+def make_norm(model: ModelConfig, size: int, setup: LayerSetup) -> nn.Module:
     """Return a norm of the model's kind for vectors of `size`."""
     if model.normalization == "rmsnorm":
         kind: type[LayerNorm | RMSNorm] = RMSNorm1p if model.apply_layernorm_1p else RMSNorm
     else:
         kind = LayerNorm1p if model.apply_layernorm_1p else LayerNorm
-    return kind(size, model.layernorm_epsilon, kernels, device)
+    return kind(size, model.layernorm_epsilon, setup.kernels, setup.device)
 
 
-def make_head_norm(
-    model: ModelConfig,
-    heads: int,
-    kernels: Kernels,
-    tp: ParallelGroup,
-    device: torch.device | str,
-) -> nn.Module | None:
+def make_head_norm(model: ModelConfig, heads: int, setup: LayerSetup) -> nn.Module | None:
     """Return the norm of queries or keys with `heads` heads, None for a model without one."""
     if not model.qk_layernorm:
         return None
     if model.qk_layernorm_scope == "head":
-        return make_norm(model, model.head_dim, kernels, device)
+        return make_norm(model, model.head_dim, setup)
     return ProjectionRMSNorm(
         heads * model.head_dim,
         model.head_dim,
         zero_centered=model.apply_layernorm_1p,
         eps=model.layernorm_epsilon,
-        kernels=kernels,
-        tp=tp,
-        device=device,
+        setup=setup,
     )
 
 

@@ -1,6 +1,6 @@
-"""Values that all layers of a stage share for one micro batch, computed once.
+"""What the layers of a model share: how they are built, and the values of one micro batch.
 
-For generation this includes the cache of keys and values.
+For generation the latter include the cache of keys and values.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore.kernels.choice import Kernels
 from megacore.kernels.spans import Spans
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
+
+
+@dataclass(frozen=True)
+class LayerSetup:
+    """Kernels, ranks and device that the layers of a model are built with."""
+
+    kernels: Kernels
+    tp: ParallelGroup = SINGLE_RANK
+    """Ranks that share each layer."""
+    sequence_parallel: bool = False
+    """True if the activations between layers are this rank's part of the sequence."""
+    device: torch.device | str = "cpu"
+    """Device of the parameters."""
 
 
 class KeyValueCache:

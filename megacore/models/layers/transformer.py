@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
-from megacore.kernels.choice import Kernels
 from megacore.models.layers.attention import CrossAttention, SelfAttention, WindowedSelfAttention
 from megacore.models.layers.attention_bias import RelativeBias
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.norm import make_norm, parameters_of
-from megacore.models.layers.shared import Shared
+from megacore.models.layers.shared import LayerSetup, Shared
 from megacore.parallel.context import dropout_part
-from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 
 _NORMS = (
@@ -52,6 +51,8 @@ class TransformerLayer(nn.Module):
 
     Args:
         model: model configuration.
+        setup: kernels, ranks and device; with sequence parallelism input, norms, dropout and output
+            are this rank's part of the sequence.
         number: the layer's index in the whole model.
         causal: a token sees only itself and previous tokens.
         cross_attention: add attention to an encoder's output.
@@ -60,15 +61,12 @@ class TransformerLayer(nn.Module):
         recompute: "full" keeps only the layer's input for the backward pass, which runs the layer
             again with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" recomputes
             only attention from q, k, v to its output (Korthikanti et al. 2022, arXiv:2205.05198).
-        kernels: kernels to compute with.
-        tp: ranks that share the layer.
-        sequence_parallel: input, norms, dropout and output are this rank's part of the sequence.
-        device: device of the parameters.
     """
 
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         number: int,
         *,
         causal: bool = True,
@@ -76,50 +74,31 @@ class TransformerLayer(nn.Module):
         scale: float | None = None,
         inner_dropout: float = 0.0,
         recompute: Recompute,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.number = number
         self.recompute = recompute
         self.recomputed: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = recomputed
         """Function that runs the layer with full recomputation; an engine may replace it."""
-        self.kernels = kernels
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.kernels, self.tp = setup.kernels, setup.tp
+        self.sequence_parallel = setup.sequence_parallel
         self.hidden_dropout = model.hidden_dropout
         self.dropout = bool(model.hidden_dropout or model.attention_dropout)
         self.parallel_residual = model.parallel_residual
         self.post_norm = model.norm_position == "post"
-        norm = partial(make_norm, model, model.hidden_size, kernels, device)
-        attention: dict[str, Any] = {
-            "scale": scale,
-            "recompute": recompute == "selective",
-            "kernels": kernels,
-            "tp": tp,
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-        }
+        norm = partial(make_norm, model, model.hidden_size, setup)
+        attention: dict[str, Any] = {"scale": scale, "recompute": recompute == "selective"}
         reordered = model.norm_position == "reordered"
         windowed = model.window_attn_skip_freq is not None and model.has_window(number)
         kind = WindowedSelfAttention if windowed else SelfAttention
         self.input_layernorm = None if self.post_norm or reordered else norm()
-        self.self_attention = kind(model, number, causal=causal, **attention)
+        self.self_attention = kind(model, setup, number, causal=causal, **attention)
         self.post_attention_layernorm = nn.Identity() if reordered else norm()
         self.inter_attention = (
-            CrossAttention(model, number, **attention) if cross_attention else None
+            CrossAttention(model, setup, number, **attention) if cross_attention else None
         )
         self.post_inter_attention_layernorm = norm() if cross_attention else None
-        self.mlp = MLP(
-            model,
-            inner_dropout=inner_dropout,
-            kernels=kernels,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            device=device,
-        )
+        self.mlp = MLP(model, setup, inner_dropout=inner_dropout)
         self.output_layernorm = norm() if self.post_norm else None
         normed_branches = model.norm_position in _BRANCH_NORMS
         self.post_self_attn_layernorm = norm() if normed_branches else None
@@ -213,6 +192,7 @@ class Transformer(nn.Module):
 
     Args:
         model: model configuration.
+        setup: kernels, ranks and device of each layer.
         layers: indices of the layers.
         final_layernorm: add the final norm; ignored with norms after sums, which need none.
         recompute: part that the first `recompute_num_layers` layers recompute.
@@ -225,15 +205,12 @@ class Transformer(nn.Module):
         inner_dropout: see `MLP`.
         first_number: index of the stack's first layer among all layers of the model, used as its
             dropout stream.
-        kernels: kernels to compute with.
-        tp: ranks that share each layer.
-        sequence_parallel: activations between layers are this rank's part of the sequence.
-        device: device of the parameters.
     """
 
     def __init__(
         self,
         model: ModelConfig,
+        setup: LayerSetup,
         layers: range,
         *,
         final_layernorm: bool,
@@ -245,29 +222,22 @@ class Transformer(nn.Module):
         scale: float | None = None,
         inner_dropout: float = 0.0,
         first_number: int = 0,
-        kernels: Kernels,
-        tp: ParallelGroup,
-        sequence_parallel: bool,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = setup.sequence_parallel
         kind = SandwichLayer if model.norm_position in _BRANCH_NORMS else TransformerLayer
         recomputed = layers if recompute_num_layers is None else layers[:recompute_num_layers]
         self.layers = nn.ModuleDict(
             {
                 str(index): kind(
                     model,
+                    setup,
                     first_number + index,
                     causal=causal,
                     cross_attention=cross_attention,
                     scale=scale,
                     inner_dropout=inner_dropout,
                     recompute=recompute if index in recomputed else "none",
-                    kernels=kernels,
-                    tp=tp,
-                    sequence_parallel=sequence_parallel,
-                    device=device,
                 )
                 for index in layers
             }
@@ -278,16 +248,14 @@ class Transformer(nn.Module):
                 model.relative_attention_max_distance,
                 model.num_attention_heads,
                 bidirectional=not causal,
-                tp=tp,
-                device=device,
+                tp=setup.tp,
+                device=setup.device,
             )
             if relative_bias
             else None
         )
         has_norm = final_layernorm and model.norm_position != "post"
-        self.final_layernorm = (
-            make_norm(model, model.hidden_size, kernels, device) if has_norm else None
-        )
+        self.final_layernorm = make_norm(model, model.hidden_size, setup) if has_norm else None
 
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None
