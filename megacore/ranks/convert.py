@@ -4,7 +4,6 @@ python -m megacore.ranks.convert --config job.json
 """
 
 import os
-from collections.abc import Sequence
 
 from megacore.errors import ConfigError
 from megacore.jobs.run import ConvertJob
@@ -44,10 +43,5 @@ def convert_checkpoint(job: ConvertJob) -> None:
     heartbeat.beat(ENDED)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert the checkpoint, and write an exit reason if that fails."""
-    run_rank(ConvertJob, convert_checkpoint, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(ConvertJob, convert_checkpoint)

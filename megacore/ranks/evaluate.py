@@ -3,7 +3,6 @@
 python -m megacore.ranks.evaluate --config job.json
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.artifact.files import write_json
@@ -52,10 +51,5 @@ def result_file(output: str | Path, name: str) -> Path:
     return Path(output) / f"{name}.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate on this rank, and write an exit reason if it fails."""
-    run_rank(EvaluateJob, evaluate_checkpoints, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(EvaluateJob, evaluate_checkpoints)

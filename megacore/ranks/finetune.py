@@ -5,7 +5,7 @@ python -m megacore.ranks.finetune --config run.json
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,10 +103,5 @@ def finetune(job: FinetuneJob) -> None:
             ).run()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Fine-tune on this rank, and write an exit reason if it fails."""
-    run_rank(FinetuneJob, finetune, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(FinetuneJob, finetune)

@@ -3,8 +3,6 @@
 python -m megacore.ranks.finetune_export --config job.json
 """
 
-from collections.abc import Sequence
-
 from megacore.errors import ConfigError
 from megacore.jobs.finetune import FinetuneExportJob
 from megacore.ranks.finetune import joined_ranks
@@ -29,10 +27,5 @@ def export_finetuned(job: FinetuneExportJob) -> None:
         export(job, device, heartbeat.beat)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Export the model, and write an exit reason if that fails."""
-    run_rank(FinetuneExportJob, export_finetuned, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(FinetuneExportJob, export_finetuned)

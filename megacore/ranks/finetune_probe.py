@@ -3,7 +3,6 @@
 python -m megacore.ranks.finetune_probe --config job.json
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.artifact.files import write_json
@@ -30,10 +29,5 @@ def probe(job: ProbeJob) -> None:
             write_json(Path(job.output), {"peak_memory": peak})
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the probe on this rank, and write an exit reason if it fails."""
-    run_rank(ProbeJob, probe, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(ProbeJob, probe)

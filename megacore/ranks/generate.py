@@ -3,7 +3,6 @@
 python -m megacore.ranks.generate --config job.json
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,10 +43,5 @@ def continue_prompts(job: GenerateJob) -> None:
             )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate on this rank, and write an exit reason if it fails."""
-    run_rank(GenerateJob, continue_prompts, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(GenerateJob, continue_prompts)

@@ -4,7 +4,6 @@ python -m megacore.ranks.lm_eval --config job.json
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.artifact.files import write_json
@@ -43,10 +42,5 @@ def score_export(job: LmEvalJob) -> None:
     write_json(Path(job.output), scores)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Score the model, and write an exit reason if that fails."""
-    run_rank(LmEvalJob, score_export, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(LmEvalJob, score_export)

@@ -139,10 +139,5 @@ def _documents(job: TrainJob, samples: Sequence[int]) -> str:
     return describe_samples(Path(job.index_directory), samples)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train on this rank, and write an exit reason if it fails."""
-    run_rank(TrainJob, pretrain, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(TrainJob, pretrain)

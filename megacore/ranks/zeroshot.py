@@ -3,7 +3,6 @@
 python -m megacore.ranks.zeroshot --config job.json
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,10 +54,5 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
             write_json(Path(job.output), scores)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate on this rank, and write an exit reason if it fails."""
-    run_rank(ZeroShotJob, evaluate_zero_shot, arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(ZeroShotJob, evaluate_zero_shot)

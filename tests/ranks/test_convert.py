@@ -10,7 +10,8 @@ import pytest
 
 from megacore.jobs.run import ConvertJob
 from megacore.observe.heartbeat import beat_path, read_heartbeat
-from megacore.ranks.convert import main
+from megacore.ranks.convert import convert_checkpoint
+from megacore.ranks.rank import run_rank
 from tests.convert._tiny import tiny_config, tiny_job
 
 
@@ -74,6 +75,6 @@ def test_conversion_on_several_ranks_is_refused(job: ConvertJob, tmp_path: Path)
 def test_invalid_job_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
-        main(["--config", str(tmp_path / "job.json")])
+        run_rank(ConvertJob, convert_checkpoint, ["--config", str(tmp_path / "job.json")])
     assert ended.value.code == 2
     assert "is not a job" in capsys.readouterr().err
