@@ -41,7 +41,7 @@ from megacore.ranks.batch_size_search import (
     notes,
     table_rows,
 )
-from megacore.ranks.finetune_stages import finetune
+from megacore.ranks.stages import finetune
 
 EPOCHS = 5
 RANKS = 2

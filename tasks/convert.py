@@ -103,7 +103,7 @@ def convert(
         )
         # Not the run's lock, which a flow that extends the training may hold for days.
         with protected(Path(job.checkpoint)):
-            report = stages.convert(job, scratch, log_tail(scratch / "convert.log").poll)
+            report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
         return {
             "checkpoint": chosen,
             "iteration": scores["iteration"],

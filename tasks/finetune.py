@@ -20,7 +20,7 @@ from megacore.config.keys import key_parameters
 from megacore.errors import CheckpointError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.jobs.finetune import FinetuneJob
-from megacore.ranks import finetune_stages
+from megacore.ranks import stages
 from megacore.ranks.stages import attempt_log, next_attempt
 from tasks._cache import (
     StageResult,
@@ -59,7 +59,7 @@ def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifac
     parameters = key_parameters(config, "finetune", resolved)
     return StageKey.of(
         "finetune",
-        finetune_stages.FINETUNE_VERSION,
+        stages.FINETUNE_VERSION,
         parameters,
         examples=examples,
         pretrained=pretrained,
@@ -131,7 +131,7 @@ def _run(
     live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(attempt_log(job), events, None, live.poll, label="fine-tuning")
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        finetune_stages.finetune(job, monitor.poll, [held])
+        stages.finetune(job, monitor.poll, [held])
         monitor.poll()
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
 

@@ -11,7 +11,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneExportJob
-from megacore.ranks import finetune_stages
+from megacore.ranks import stages
 from megacore.redact import redact
 from tasks._cache import StageResult, build, stage_task
 from tasks._parent import parent_of
@@ -27,7 +27,7 @@ def export_key(
     parameters = key_parameters(config, "finetune-export", resolved)
     return StageKey.of(
         "finetune-export",
-        finetune_stages.FINETUNE_EXPORT_VERSION,
+        stages.FINETUNE_EXPORT_VERSION,
         parameters,
         finetuned=finetuned,
         examples=examples,
@@ -55,7 +55,7 @@ def finetune_export(
                 "card": _card(config, finetuned, examples),
             }
         )
-        report = finetune_stages.export(job, scratch, log_tail(scratch / "export.log").poll)
+        report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
         model_bytes = sum(path.stat().st_size for path in (directory / "model").iterdir())
         return {"best": finetuned.counts["best"], **_plain(report), "model_bytes": model_bytes}
 

@@ -20,8 +20,7 @@ from megacore.errors import ConfigError, MemoryExhaustedError, RankLostError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware, memory_info
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
-from megacore.ranks.finetune_stages import finetune, run_ranks
-from megacore.ranks.stages import attempt_log, nothing
+from megacore.ranks.stages import attempt_log, finetune, nothing, run_ranks
 
 
 @dataclass(frozen=True)

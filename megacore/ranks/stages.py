@@ -12,13 +12,18 @@ from megacore.artifact.workspace import PARITY_FILE, RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.ssh import check_ssh
-from megacore.cluster.placement.prepare import prepare_hosts, prepare_model_hosts
+from megacore.cluster.placement.prepare import (
+    prepare_finetune_hosts,
+    prepare_hosts,
+    prepare_model_hosts,
+)
 from megacore.cluster.placement.reads import loaded_checkpoints
 from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ArtifactError, MemoryExhaustedError
-from megacore.jobs.finetune import FinetuneJob
+from megacore.finetune.resolve import memory_advice as finetune_memory_advice
+from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
 from megacore.jobs.model import ModelJob, ResultJob
 from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.exit_reason import read_reasons
@@ -30,6 +35,8 @@ from megacore.ranks.operators import prepare_operators
 TRAIN_VERSION = 2
 EVALUATE_VERSION = 3
 CONVERT_VERSION = 2
+FINETUNE_VERSION = 1
+FINETUNE_EXPORT_VERSION = 2
 
 
 def nothing() -> None:
@@ -78,7 +85,7 @@ def train(
         job.write(job_file)
     log = attempt_log(job)
     env = prepare_operators(job, job_file, log, on_poll)
-    _prepare_hosts(job)
+    prepare(job, job.config.launch)
     start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
     reads = [Path(job.index_directory), Path(job.tokenizer_directory)]
     reads += [Path(prefix).parent for prefix in job.token_prefixes]
@@ -88,6 +95,69 @@ def train(
     ):
         minutes = job.config.launch.timeout_minutes
         supervise_job(start, job, log, polled, minutes, inherited)
+
+
+def finetune(
+    job: FinetuneJob, on_poll: Callable[[], None] = nothing, inherited: Sequence[int] = ()
+) -> None:
+    """Fine-tune to the last step, from the newest complete checkpoint of the run directory.
+
+    Args:
+        job: the job of the ranks.
+        on_poll: callback, a few times a second.
+        inherited: descriptors that stay open until all ranks have ended, even if this process is
+            killed, such as that of the run's lock.
+
+    Raises:
+        MegacoreError: the typed error of the rank that failed first.
+        RankLostError: a rank died without a reason.
+        StageTimeoutError: the ranks exceeded `launch.timeout_minutes`.
+        LaunchError: a launcher is missing, or a host does not see the directories.
+        ArtifactError: a file that the ranks read is damaged.
+        MemoryExhaustedError: memory ran out; the message contains advice, even if the kernel killed
+            the rank.
+    """
+    run_directory = Path(job.run_directory)
+    log = attempt_log(job)
+    with workspace_errors(run_directory):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        job_file = run_directory / RUN_FILE
+        job.write(job_file)
+    reads = [Path(job.pretrained_directory), Path(job.examples_directory)]
+    minutes = job.config.launch.timeout_minutes
+    with first_read(job, reads, on_poll) as polled:
+        run_ranks(job, "megacore.ranks.finetune", job_file, log, polled, minutes, inherited)
+
+
+def run_ranks(
+    job: FinetuneJob,
+    module: str,
+    job_file: Path,
+    log: Path,
+    on_poll: Callable[[], None] = nothing,
+    minutes: float | None = None,
+    inherited: Sequence[int] = (),
+) -> None:
+    """Start the job's ranks with the settings of `config.launch`, and supervise them.
+
+    Before the start, all hosts are checked: each must see the job's directories.
+
+    Args:
+        job: the job of the ranks, already written to `job_file`.
+        module: entry point of each rank.
+        job_file: path of the job's JSON file.
+        log: path of the ranks' log.
+        on_poll: callback, a few times a second.
+        minutes: time limit in minutes; None means no limit.
+        inherited: see `supervise`.
+
+    Raises:
+        MegacoreError: the errors of `finetune`.
+    """
+    prepare(job, job.config.launch)
+    start = start_ranks(job.config.launch, module, job, job_file)
+    with advising(Path(job.exit_directory), lambda: finetune_memory_advice(job.config)):
+        supervise_job(start, job, log, on_poll, minutes, inherited)
 
 
 @contextmanager
@@ -171,23 +241,30 @@ def _memory_advice(job: TrainJob) -> str:
     return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on {hardware.owner})"
 
 
-def _prepare_hosts(job: Job) -> None:
+def prepare(job: Job | FinetuneJob | ModelJob, launch: LaunchConfig) -> None:
     """Check that every host has the files that its ranks read, or copy them there.
 
     Raises LaunchError.
     """
-    hosts = job.hosts or hosts_of(job.config.launch)
+    hosts = job.hosts or hosts_of(launch)
     if is_only_here(hosts):
         return
     check_ssh(hosts)
-    prepare_hosts(job, hosts, ssh_of(job.config.launch), checkpoints=loaded_checkpoints(job))
+    ssh = ssh_of(launch)
+    match job:
+        case Job():
+            prepare_hosts(job, hosts, ssh, checkpoints=loaded_checkpoints(job))
+        case FinetuneJob():
+            prepare_finetune_hosts(job, hosts, ssh)
+        case ModelJob():
+            prepare_model_hosts(job, hosts, ssh, launch)
 
 
 def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> None:
     """Run the ranks that write the perplexities of each checkpoint into `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
-    _prepare_hosts(job)
+    prepare(job, job.config.launch)
     start = start_ranks(job.config.launch, "megacore.ranks.evaluate", job, job_file)
     supervise_job(start, job, evaluation_log(scratch), on_poll, None)
 
@@ -198,14 +275,20 @@ def evaluation_log(scratch: Path) -> Path:
 
 
 def convert(
-    job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothing
+    job: ConvertJob | FinetuneExportJob, scratch: Path, on_poll: Callable[[], None] = nothing
 ) -> dict[str, Any]:
     """Fill `job.output_directory` and return the gate's report. Raises ConversionError."""
     job_file = scratch / "job.json"
     job.write(job_file)
-    start = start_here("megacore.ranks.convert", job, job_file)
-    supervise_job(start, job, scratch / "convert.log", on_poll, None)
+    name = "convert" if isinstance(job, ConvertJob) else "finetune_export"
+    start = start_here(f"megacore.ranks.{name}", job, job_file)
+    supervise_job(start, job, conversion_log(scratch), on_poll, None)
     return read_object(Path(job.output_directory) / PARITY_FILE)
+
+
+def conversion_log(scratch: Path) -> Path:
+    """Return the path of the log of the rank that exports a model."""
+    return scratch / "convert.log"
 
 
 def supervise_job(
@@ -276,11 +359,8 @@ def run_job(
     """
     job_file = scratch / "job.json"
     job.write(job_file)
-    hosts = job.hosts or hosts_of(launch)
-    if not is_only_here(hosts):
-        check_ssh(hosts)
-        assert isinstance(job, ModelJob), f"{module} runs on this host only"
-        prepare_model_hosts(job, hosts, ssh_of(launch), launch)
+    if isinstance(job, ModelJob):  # the others run on this host
+        prepare(job, launch)
     start = start_ranks(launch, module, job, job_file)
     supervise(
         start.command,

@@ -484,7 +484,6 @@ def _finetune_export(inputs: Path, place: Path) -> None:
     import torch
 
     from megacore.finetune import export
-    from megacore.ranks import finetune_stages
     from tasks.finetune_export import finetune_export
     from tests.finetune._tiny_task import TinyTask
 
@@ -495,7 +494,7 @@ def _finetune_export(inputs: Path, place: Path) -> None:
 
     _begin(place)
     export.build_task = lambda *arguments: TinyTask(inputs / "pretrained" / "model")
-    finetune_stages.export = run_rank
+    stages.convert = run_rank
     finetune_export.fn(_finetune_config(inputs), *_finetune_inputs(inputs, place))
 
 

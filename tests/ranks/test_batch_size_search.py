@@ -22,7 +22,7 @@ from megacore.errors import (
 )
 from megacore.hardware import Gpu, Hardware
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
-from megacore.ranks import batch_size_search, finetune_stages
+from megacore.ranks import batch_size_search, stages
 from megacore.ranks.batch_size_search import (
     Answer,
     Fits,
@@ -66,7 +66,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
             text = f"import json, os, sys\njob = json.load(open({str(job_file)!r}))\n{script}"
             return Start([sys.executable, "-c", text], {})
 
-        monkeypatch.setattr(finetune_stages, "start_ranks", start)
+        monkeypatch.setattr(stages, "start_ranks", start)
 
     return stand_in
 

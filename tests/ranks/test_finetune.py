@@ -12,7 +12,7 @@ from megacore.errors import LaunchError, RankLostError
 from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import read_heartbeats
-from megacore.ranks import finetune_stages
+from megacore.ranks import stages
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_killed_run_resumes_and_its_best_model_is_exported(data: Path, tmp_path:
                     os.kill(beat.pid, signal.SIGKILL)
 
     with pytest.raises(RankLostError, match="a retry resumes from the last complete checkpoint"):
-        finetune_stages.finetune(job(data, run_directory, 1), kill_after_a_checkpoint)
-    finetune_stages.finetune(job(data, run_directory, 2))
+        stages.finetune(job(data, run_directory, 1), kill_after_a_checkpoint)
+    stages.finetune(job(data, run_directory, 2))
     run_events = events(run_directory)
     resumed = [event for event in run_events if event["kind"] == "start"][-1]["resumed_from"]
     assert resumed >= 4
@@ -120,7 +120,7 @@ def test_killed_run_resumes_and_its_best_model_is_exported(data: Path, tmp_path:
         output_directory=str(output),
         card={"Data": "counting"},
     )
-    report = finetune_stages.export(export, scratch)
+    report = stages.convert(export, scratch)
     assert report["relative_difference"] < 1e-4
     assert {path.name for path in output.iterdir()} == {"model", "parity.json", "sample.txt"}
     assert "| Data | counting |" in (output / "model" / "README.md").read_text(encoding="utf-8")

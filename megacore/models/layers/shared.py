@@ -1,4 +1,4 @@
-"""What the layers of a model share: how they are built, and the values of one micro batch.
+"""Parts that the layers of a model share: their setup, and the values of one micro batch.
 
 For generation the latter include the cache of keys and values.
 """
