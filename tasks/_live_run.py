@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from prefect import get_run_logger
@@ -100,12 +99,7 @@ class LiveRun:
         """Return the run."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the measurements and the attempt's wandb run."""
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from prefect import get_run_logger
@@ -179,12 +178,7 @@ class TrainingMonitor:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sender.finish(_LONGEST_STOP)
         with suppress(OSError):  # the terminal was closed: this must not fail the training
             self._bar.stop()

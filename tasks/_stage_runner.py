@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import yaml
@@ -93,12 +92,7 @@ class StageRunner(Generic[Config]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Show the table, which after a failure contains the finished stages and the failed one.
 
         A training that was stopped on request has not failed: the flow ends in the state `ended`.

@@ -6,7 +6,6 @@ The assignment is a pure function of the number of samples consumed so far.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -119,10 +118,5 @@ class PrefetchingIterator(Iterator[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

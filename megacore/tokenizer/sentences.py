@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -262,12 +261,7 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
         counts = np.fromiter(map(len, parts), np.int64, len(parts))
         return [sentence for part in parts for sentence in part], counts
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._pool is None:
             return
         if self._broken:
