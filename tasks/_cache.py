@@ -4,6 +4,7 @@ Each artifact has one key. A cache hit counts only after its files were checked.
 """
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from megacore.artifact import Artifact, Manifest, StageKey, Workspace
+from megacore.artifact import Artifact, Manifest, StageKey, Workspace, lock
 from megacore.artifact.build import build_artifact, mark_used, try_lock
 from megacore.artifact.files import access_error, require_space, workspace_errors
 from megacore.artifact.manifest import depth_of
@@ -218,6 +219,27 @@ def build(
         summarize(artifact.counts),
     )
     return StageResult(artifact=artifact, ran=ran)
+
+
+def build_in_shards(
+    config: FlowConfig,
+    key: StageKey,
+    fill: Callable[[Path, Path], dict[str, Any]],
+    writes: Callable[[], int] | None = None,
+) -> StageResult:
+    """Build an artifact with a directory of intermediate files, in which a later attempt goes on.
+
+    Its name is that of a temporary, which `megacore clean` removes while nobody holds the lock.
+    """
+    owner = Workspace.of().folder(key.stage) / f"{key.key}.work"
+    work = owner.with_name(f"{owner.name}.tmp-shards")
+    with workspace_errors(owner.parent):
+        owner.parent.mkdir(parents=True, exist_ok=True)
+        with lock(owner, on_wait=get_run_logger().info):
+            result = build(config, key, lambda directory: fill(directory, work), writes=writes)
+            if work.exists():
+                shutil.rmtree(work)
+    return result
 
 
 def summarize(counts: dict[str, Any]) -> str:

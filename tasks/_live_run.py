@@ -7,7 +7,7 @@ why the attempt ended.
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from pathlib import Path
@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Self
 from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact
 
+from megacore.artifact import Workspace
+from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import TrainingStoppedError
+from megacore.jobs.finetune import FinetuneJob
+from megacore.jobs.run import Job
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
+from megacore.ranks.stages import attempt_log
 from tasks._flow_config import FlowConfig
-from tasks._mlflow import RunStatus, Tracking
+from tasks._mlflow import RunFacts, RunStatus, Tracking
 from tasks._mlflow_events import Forwarder
+from tasks._monitor import TrainingMonitor
 from tasks._publication import run_url, shown_by
 from tasks._run_page import update_run_page
 from tasks._wandb import WandbRun
@@ -120,6 +126,32 @@ def live_run(
         system_metrics=config.tracking.system_metrics,
         wandb=None if settings is None else WandbRun(settings, run_directory, config),
     )
+
+
+@contextmanager
+def watched(
+    job: Job | FinetuneJob, facts: RunFacts, iterations: int | None, label: str = "training"
+) -> Iterator[Callable[[], None]]:
+    """Show the training in the body in MLflow and Prefect, and report how it ended.
+
+    Args:
+        job: job of the ranks.
+        facts: facts that MLflow records in addition to the configuration.
+        iterations: last iteration; None if the events tell it.
+        label: name of the progress bar.
+
+    Yields:
+        Function to call a few times a second.
+    """
+    config, directory = job.config, Path(job.run_directory)
+    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    forwarder = Forwarder(tracking, directory, config, facts)
+    events = directory / EVENTS_FILE
+    live = live_run(tracking, forwarder, config, directory)
+    monitor = TrainingMonitor(attempt_log(job), events, iterations, live.poll, label=label)
+    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
+        yield monitor.poll
+        monitor.poll()
 
 
 @contextmanager

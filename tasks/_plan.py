@@ -10,7 +10,10 @@ from prefect.artifacts import create_table_artifact
 from rich.table import Table
 
 from megacore.artifact import Artifact, StageKey, open_artifact
+from megacore.artifact.workspace import RUN_FILE
+from megacore.cluster.start import dry_run_commands
 from megacore.errors import MegacoreError
+from megacore.jobs.run import RankJob
 from megacore.redact import redact_values
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
@@ -77,6 +80,14 @@ def planned_row(
         problem = str(error)
     state = "cached" if problem is None else "would run"
     return {"stage": planned.name, "key": directory.name, "state": state, "why": problem or ""}
+
+
+def launch_lines(
+    config: FlowConfig, module: str, directory: Path, ranks: int, threads: int
+) -> list[str]:
+    """Return the commands that start a run's ranks on each host, under a heading."""
+    job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
+    return ["launch:", *dry_run_commands(config.launch, module, job, directory / RUN_FILE)]
 
 
 def show_config(config: FlowConfig) -> None:

@@ -21,6 +21,7 @@ from megacore.errors import (
     TrainingStoppedError,
     TransientFileError,
 )
+from tasks._cache import RetryCondition
 from tasks._logging import CountedRetries
 
 FAILURES_FILE = "failures.json"
@@ -204,35 +205,23 @@ def wait_to_retry(run_directory: Path, task_run: str, launch: LaunchConfig) -> N
     )
 
 
-def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Return True if a failed pretraining is retried: Prefect's retry condition.
-
-    The failures recorded in the run directory decide.
-    """
-    from tasks.train import run_directory
-
-    return retry_condition(
-        task_run,
-        state,
-        lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"]),
-    )
-
-
-def retry_condition(
-    task_run: Any, state: State[Any], directory_of: Callable[[Mapping[str, Any]], Path]
-) -> bool:
-    """Return True if a failed training is retried.
+def may_retry(directory_of: Callable[[Mapping[str, Any]], Path]) -> RetryCondition:
+    """Return a training's retry condition: the failures recorded in the run directory decide.
 
     `directory_of` returns the run directory for the inputs of the training's task.
     """
-    error = state.result(raise_on_failure=False)
-    context = TaskRunContext.get()
-    if not isinstance(error, RETRIED) or context is None:
-        return False
-    inputs = context.parameters
-    failures = Failures.read(directory_of(inputs), str(task_run.id))
-    retries: int = inputs["config"].launch.retries
-    return 0 < failures.count <= retries
+
+    def condition(task: Any, task_run: Any, state: State[Any]) -> bool:
+        error = state.result(raise_on_failure=False)
+        context = TaskRunContext.get()
+        if not isinstance(error, RETRIED) or context is None:
+            return False
+        inputs = context.parameters
+        failures = Failures.read(directory_of(inputs), str(task_run.id))
+        retries: int = inputs["config"].launch.retries
+        return 0 < failures.count <= retries
+
+    return condition
 
 
 def _place(iteration: int) -> str:

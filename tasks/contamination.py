@@ -5,19 +5,17 @@ depend on what is done about it. The stage `contamination` joins the results wit
 held-out splits; the limit and the publication are decided by what reads them.
 """
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from megacore.artifact import Artifact, StageKey, Workspace, lock
-from megacore.artifact.files import read_object, workspace_errors, write_json
+from megacore.artifact import Artifact, StageKey
+from megacore.artifact.files import read_object, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, build, build_in_shards, stage_task
 from tasks._stage_runner import StageRunner
 from tasks.index import held_out_digest, index_options, mixture
 from tasks.lm_eval import task_digests
@@ -63,7 +61,7 @@ def search(config: RunConfig, corpus: Artifact) -> StageResult:
             named=_is_named(corpus),
         )
 
-    return _build_in_shards(config, search_key(config, corpus), fill)
+    return build_in_shards(config, search_key(config, corpus), fill)
 
 
 def _benchmarks(config: RunConfig) -> list[Any]:
@@ -115,7 +113,7 @@ def decontaminate(
         )
 
     key = decontaminate_key(config, corpus, searches, number)
-    return _build_in_shards(config, key, fill, writes=lambda: corpus.counts["bytes"])
+    return build_in_shards(config, key, fill, writes=lambda: corpus.counts["bytes"])
 
 
 def _options(config: RunConfig) -> Any:
@@ -134,27 +132,6 @@ def _is_named(corpus: Artifact) -> bool:
     from megacore.corpus.documents import read_sources
 
     return corpus.stage == "curate" or read_sources(corpus.directory) is None
-
-
-def _build_in_shards(
-    config: RunConfig,
-    key: StageKey,
-    fill: Callable[[Path, Path], dict[str, Any]],
-    writes: Callable[[], int] | None = None,
-) -> StageResult:
-    """Build an artifact with a directory of intermediate files, in which a later attempt goes on.
-
-    Its name is that of a temporary, which `megacore clean` removes while nobody holds the lock.
-    """
-    owner = Workspace.of().folder(key.stage) / f"{key.key}.work"
-    work = owner.with_name(f"{owner.name}.tmp-shards")
-    with workspace_errors(owner.parent):
-        owner.parent.mkdir(parents=True, exist_ok=True)
-        with lock(owner, on_wait=get_run_logger().info):
-            result = build(config, key, lambda directory: fill(directory, work), writes=writes)
-            if work.exists():
-                shutil.rmtree(work)
-    return result
 
 
 def contamination_key(

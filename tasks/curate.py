@@ -1,6 +1,5 @@
 """Stage `curate`: documents of a corpus that the steps of `data.curate` keep."""
 
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from megacore.artifact import Artifact, Manifest, StageKey, Workspace, lock
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact import Artifact, Manifest, StageKey, Workspace
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config import RunConfig
 from megacore.token_files.indexed_dataset import token_prefixes
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, build_in_shards, stage_task
 
 
 def curate_key(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = ()) -> StageKey:
@@ -41,19 +40,16 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
     from megacore.corpus.curate import curate_corpus, needed_bytes
     from megacore.corpus.curate_job import CurateOptions
 
-    data, key, say = config.data, curate_key(config, corpus, earlier), get_run_logger().info
-    executor = executor_of(data.curate_executor, data.curate_workers, say)
+    data = config.data
+    executor = executor_of(data.curate_executor, data.curate_workers, get_run_logger().info)
     options = CurateOptions(
         shard_bytes=data.curate_shard_mb * 10**6,
         skip_bad_lines=data.on_bad_line == "skip",
         document_bytes=data.max_document_bytes,
         workers=data.curate_workers,
     )
-    # The name is that of a temporary, which `megacore clean` removes while nobody holds the lock.
-    owner = Workspace.of().folder("curate") / f"{key.key}.work"
-    work = owner.with_name(f"{owner.name}.tmp-shards")
 
-    def fill(directory: Path) -> dict[str, Any]:
+    def fill(directory: Path, work: Path) -> dict[str, Any]:
         return curate_corpus(
             corpus.directory,
             directory,
@@ -68,12 +64,7 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
         compared = sum(each.counts["bytes"] for each in earlier)
         return needed_bytes(corpus.counts["bytes"], data.curate, compared)
 
-    with workspace_errors(owner.parent):
-        owner.parent.mkdir(parents=True, exist_ok=True)
-        with lock(owner, on_wait=say):
-            result = build(config, key, fill, writes=needed)
-            if work.exists():
-                shutil.rmtree(work)
+    result = build_in_shards(config, curate_key(config, corpus, earlier), fill, writes=needed)
     _show_report(result.artifact)
     return result
 

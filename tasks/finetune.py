@@ -2,18 +2,17 @@
 
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import State, get_run_logger
+from prefect import get_run_logger
 from prefect.runtime import task_run
 
-from megacore.artifact import Artifact, StageKey, Workspace, lock
+from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.artifact.workspace import EVENTS_FILE, RESULT_FILE
+from megacore.artifact.workspace import RESULT_FILE
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
@@ -21,7 +20,6 @@ from megacore.errors import CheckpointError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import stages
-from megacore.ranks.stages import attempt_log, next_attempt
 from tasks._cache import (
     StageResult,
     artifact_directory,
@@ -31,12 +29,10 @@ from tasks._cache import (
 )
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._live_run import live_run, report_end
-from tasks._mlflow import Dataset, RunFacts, Tracking
-from tasks._mlflow_events import Forwarder
-from tasks._monitor import TrainingMonitor
+from tasks._live_run import watched
+from tasks._mlflow import Dataset, RunFacts
 from tasks._parent import parent_of
-from tasks._retry import counted_failures, retry_condition, wait_to_retry
+from tasks._retry import counted_failures, may_retry, wait_to_retry
 
 SEALED = "best/**/*"
 """Pattern of the files in the manifest: those of the best model. Checkpoints serve only to
@@ -71,19 +67,13 @@ def run_directory(config: FinetuneConfig, pretrained: Artifact, examples: Artifa
     return artifact_directory(finetune_key(config, pretrained, examples))
 
 
-def finetuning_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Return True if a failed fine-tuning is retried: Prefect's retry condition.
-
-    The failures recorded in the run directory decide.
-    """
-
-    def directory_of(inputs: Mapping[str, Any]) -> Path:
-        return run_directory(inputs["config"], inputs["pretrained"], inputs["examples"])
-
-    return retry_condition(task_run, state, directory_of)
-
-
-@stage_task("finetune", finetune_key, retry_condition=finetuning_may_retry)
+@stage_task(
+    "finetune",
+    finetune_key,
+    retry_condition=may_retry(
+        lambda inputs: run_directory(inputs["config"], inputs["pretrained"], inputs["examples"])
+    ),
+)
 def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
     """Fine-tune the model; a retry resumes from the last complete checkpoint.
 
@@ -125,14 +115,9 @@ def _run(
     job = make_job(config, directory, pretrained, examples)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
-    tracking = Tracking(Workspace.of(), config.tracking.experiment)
-    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
-    events = directory / EVENTS_FILE
-    live = live_run(tracking, forwarder, config, directory)
-    monitor = TrainingMonitor(attempt_log(job), events, None, live.poll, label="fine-tuning")
-    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        stages.finetune(job, monitor.poll, [held])
-        monitor.poll()
+    facts = run_facts(config, directory.name, examples)
+    with watched(job, facts, None, "fine-tuning") as poll:
+        stages.finetune(job, poll, [held])
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
 
 
@@ -150,7 +135,7 @@ def make_job(
         exit_directory=str(directory / "exit"),
         ranks=ranks,
         threads_per_rank=threads,
-        attempt=next_attempt(directory),
+        attempt=stages.next_attempt(directory),
         precision=hardware.resolve_precision(config.train.precision),
     )
 

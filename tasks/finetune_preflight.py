@@ -11,19 +11,17 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import JSON_BYTES, parse_json, read_object
-from megacore.artifact.workspace import RUN_FILE
 from megacore.cluster.hosts.hardware import hardware_of
-from megacore.cluster.start import check_launcher, dry_run_commands
+from megacore.cluster.start import check_launcher
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, check_warmup, resolve_ranks
-from megacore.jobs.run import RankJob
 from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
 from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
-from tasks._plan import PlannedStage, planned_row, show_config, show_plan
+from tasks._plan import PlannedStage, launch_lines, planned_row, show_config, show_plan
 from tasks._stage_runner import numbered
 from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
 from tasks.finetune import finetune_key, run_directory
@@ -261,12 +259,8 @@ def _commands(config: FinetuneConfig, artifacts: Mapping[str, Artifact]) -> list
     directory = Workspace.of().folder("finetune") / "<key>"
     if {"pretrained", "examples"} <= artifacts.keys():
         directory = run_directory(config, artifacts["pretrained"], artifacts["examples"])
-    ranks, threads = resolve_ranks(config, hardware_of(config.launch))
-    job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return [
-        "launch:",
-        *dry_run_commands(config.launch, "megacore.ranks.finetune", job, directory / RUN_FILE),
-    ]
+    ranks = resolve_ranks(config, hardware_of(config.launch))
+    return launch_lines(config, "megacore.ranks.finetune", directory, *ranks)
 
 
 def _duration(days: float) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
-from megacore.artifact.workspace import RUN_FILE
 from megacore.cluster.executors import check_executor
 from megacore.cluster.hosts.hardware import hardware_of
-from megacore.cluster.start import check_launcher, dry_run_commands
+from megacore.cluster.start import check_launcher
 from megacore.config import RunConfig, load_config
 from megacore.config.curate import compares_sources
 from megacore.config.data import HubSource, Source, SourceTreeSource, TextSource
@@ -19,7 +18,6 @@ from megacore.convert.counterparts import exportable
 from megacore.corpus.contamination import check_installed
 from megacore.corpus.curate import check_steps, needed_bytes
 from megacore.errors import HostsSilentError, MegacoreError
-from megacore.jobs.run import RankJob
 from megacore.plan.epochs import (
     BYTES_PER_TOKEN,
     Epochs,
@@ -31,7 +29,7 @@ from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from megacore.ranks.evaluate import UNIGRAM
 from megacore.zeroshot.harness import check_tasks
-from tasks._plan import PlannedStage, planned_row, show_config, show_plan
+from tasks._plan import PlannedStage, launch_lines, planned_row, show_config, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._stage_runner import numbered
 from tasks._tokens import tokenize_key
@@ -344,12 +342,8 @@ def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> lis
     directory = Workspace.of().folder("train") / "<key>"
     if tokens is not None and "tokenizer" in artifacts:
         directory = run_directory(config, tokens, artifacts["tokenizer"])
-    ranks, threads = resolve_launch(config, hardware_of(config.launch))
-    job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return [
-        "launch:",
-        *dry_run_commands(config.launch, "megacore.ranks.pretrain", job, directory / RUN_FILE),
-    ]
+    ranks = resolve_launch(config, hardware_of(config.launch))
+    return launch_lines(config, "megacore.ranks.pretrain", directory, *ranks)
 
 
 def _index_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:

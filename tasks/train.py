@@ -13,7 +13,7 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
-from megacore.artifact.workspace import CHECKPOINTS_NAME, EVENTS_FILE, RUN_FILE
+from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -26,12 +26,10 @@ from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_problem, holder_name, stage_task
 from tasks._devices import devices
 from tasks._doctor import check_hosts
-from tasks._live_run import live_run, report_end
-from tasks._mlflow import RunFacts, Tracking
-from tasks._mlflow_events import Forwarder
-from tasks._monitor import TrainingMonitor
+from tasks._live_run import watched
+from tasks._mlflow import RunFacts
 from tasks._resume import planned_before, resumed_digest, warn_of_other_data
-from tasks._retry import counted_failures, pretraining_may_retry, wait_to_retry
+from tasks._retry import counted_failures, may_retry, wait_to_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
     consumed_samples,
@@ -178,7 +176,14 @@ def _ended_at(directory: Path) -> int | None:
         return None
 
 
-@stage_task("train", train_key, check=training_problem, retry_condition=pretraining_may_retry)
+@stage_task(
+    "train",
+    train_key,
+    check=training_problem,
+    retry_condition=may_retry(
+        lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"])
+    ),
+)
 def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
     """Train to `train.train_iters`; a retry resumes from the last complete checkpoint.
 
@@ -251,15 +256,9 @@ def _run(
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
     _require_checkpoint_space(config, directory, tokenizer.counts["vocab_size"])
-    tracking = Tracking(Workspace.of(), config.tracking.experiment)
     facts = run_facts(config, directory.name, tokens, index)
-    forwarder = Forwarder(tracking, directory, config, facts)
-    events = directory / EVENTS_FILE
-    live = live_run(tracking, forwarder, config, directory)
-    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live.poll)
-    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        stages.train(job, monitor.poll, [held])
-        monitor.poll()
+    with watched(job, facts, config.train.train_iters) as poll:
+        stages.train(job, poll, [held])
     remove_stale(directory / CHECKPOINTS_NAME)
     counts = training_counts(directory, config, index)
     seal(directory, key, counts, time.monotonic() - started, SEALED)

@@ -12,7 +12,7 @@ from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, WorkspaceError
-from tasks import contamination as module
+from tasks import _cache
 from tasks.contamination import (
     REPORT,
     contamination_metrics,
@@ -57,7 +57,7 @@ def config_with(**values: Any) -> RunConfig:
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
-    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_cache, "get_run_logger", lambda: logging.getLogger("test"))
     mkdir = Path.mkdir
 
     def refuse(path: Path, *arguments: Any, **values: Any) -> None:
@@ -69,7 +69,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     key = StageKey("search", 1, {}, {})
     message = f"cannot write {tmp_path}/searches: No space left on device: free some space"
     with pytest.raises(WorkspaceError, match=message):
-        module._build_in_shards(config_with(), key, lambda directory, work: {})
+        _cache.build_in_shards(config_with(), key, lambda directory, work: {})
 
 
 def test_scores_above_the_limit_are_withheld_if_refused(artifact: Artifact) -> None:

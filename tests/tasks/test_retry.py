@@ -33,7 +33,6 @@ from tasks._retry import (
     FAILURES_FILE,
     Failures,
     counted_failures,
-    pretraining_may_retry,
     retry_delays,
     wait_to_retry,
 )
@@ -42,6 +41,8 @@ from tasks.evaluate import evaluate
 from tasks.finetune import finetune
 from tasks.train import train
 from tests.tasks.conftest import make_config
+
+may_retry: Any = train.retry_condition_fn
 
 
 class FakeRun:
@@ -77,7 +78,7 @@ class FakeRun:
                 self.attempt(saved, error, task_run)
             state: Any = Failed(data=caught.value)
             more = left - 1 < self.task.retries
-            if not more or not pretraining_may_retry(train, SimpleNamespace(id=task_run), state):
+            if not more or not may_retry(train, SimpleNamespace(id=task_run), state):
                 assert left == len(outcomes), f"given up after {left} attempts"
                 return caught.value
         raise AssertionError("it would be tried once more")
@@ -366,7 +367,7 @@ def test_permanent_errors_are_not_retried(run: FakeRun, error: MegacoreError) ->
 
 def test_errors_outside_of_the_training_are_not_retried(run: FakeRun) -> None:
     state: Any = Failed(data=ConnectionError())
-    assert not pretraining_may_retry(train, SimpleNamespace(id="a"), state)
+    assert not may_retry(train, SimpleNamespace(id="a"), state)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"task_run": "a"}'])
@@ -408,7 +409,6 @@ def test_a_failure_is_retried_if_the_checkpoints_cannot_be_listed(
 
 def test_prefects_retry_line_does_not_apply_to_training() -> None:
     assert isinstance(train.retries, CountedRetries)
-    assert train.retry_condition_fn is pretraining_may_retry
     text = "Task run failed with %s: %r - Retry %s/%s will start %s"
     values = ("exception", LOST, 1, CountedRetries(2), "immediately")
     record = logging.LogRecord("prefect.task_runs", logging.INFO, __file__, 1, text, values, None)
