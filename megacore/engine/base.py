@@ -183,6 +183,13 @@ class Engine(ABC):
         """
 
 
+def communication(mesh: ProcessMesh, device: torch.device) -> str:
+    """Return the back end through which the ranks communicate: none, nccl or gloo."""
+    if mesh.world_size == 1:
+        return "none"
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def global_means(
     losses: Sequence[Tensor],
     micro_batches: int,

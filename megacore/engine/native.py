@@ -18,7 +18,7 @@ from megacore.config.run import RunConfig
 from megacore.data_parallel.gather import FlatWeights, Unit, WeightGatherer
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.data_parallel.sharding import Sharding
-from megacore.engine.base import Engine, Reduced, Update, global_means
+from megacore.engine.base import Engine, Reduced, Update, communication, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
 from megacore.models.base import LossTotals
 from megacore.models.layers.embedding import Embedding
@@ -94,11 +94,7 @@ class NativeEngine(Engine):
         self.kernels = {
             **stage.kernels.names,
             **({"passes": "CUDA graph"} if self._graph is not None else {}),
-            "communication": "none"
-            if stage.mesh.world_size == 1
-            else "nccl"
-            if self.device.type == "cuda"
-            else "gloo",
+            "communication": communication(stage.mesh, self.device),
         }
 
     @property

@@ -131,19 +131,7 @@ def _load_apex() -> AdamW:
 def _load_cpp() -> AdamW:
     from megacore.kernels.cpu.adam import adamw_
 
-    def update(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
-        adamw_(
-            *tensors,
-            step=values.step,
-            lr=values.lr,
-            beta1=values.beta1,
-            beta2=values.beta2,
-            weight_decay=values.weight_decay,
-            eps=values.eps,
-            divisor=float(divisor),
-        )
-
-    return update
+    return adamw_
 
 
 IMPLEMENTATIONS = (

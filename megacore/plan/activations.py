@@ -6,7 +6,7 @@ paper's 34 s b h, to s b h (10 + 24 / t) with tensor parallelism, and to 34 s b 
 parallelism too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -113,15 +113,8 @@ class Activations:
 
     def chunk(self, chunk: ModelChunk) -> int:
         """Return the bytes that a chunk stores, without losses and logits."""
-        limit = self.config.train.recompute_num_layers
-        total = self._layers(len(chunk.layers), limit, self.recomputed_layer, self.layer)
-        if chunk.decoder_layers:
-            recomputed = self._recomputed(
-                self.decoder_layer, self.decoder_attention, self._decoder_tokens
-            )
-            left = None if limit is None else max(0, limit - len(chunk.layers))
-            total += self._layers(len(chunk.decoder_layers), left, recomputed, self.decoder_layer)
-        return total + self._ends(chunk) + self._biases(chunk)
+        layers = sum(stored for _, stored, _ in self._stacks(chunk))
+        return layers + self._ends(chunk) + self._biases(chunk)
 
     def _ends(self, chunk: ModelChunk) -> int:
         """Return the bytes stored by embeddings, final norms and BERT's head, without logits."""
@@ -234,25 +227,23 @@ class Activations:
             stored -= activations
         return max(most, default=0)
 
-    def _stacks(self, chunk: ModelChunk) -> list[tuple[int, int, int]]:
-        """Return the stacks of layers of a chunk in the order of their backward passes.
+    def _stacks(self, chunk: ModelChunk) -> Iterator[tuple[int, int, int]]:
+        """Yield the stacks of layers of a chunk in the order of their backward passes.
 
-        Returns:
-            For each stack its tokens, the bytes that it stores, and those that the recomputation of
-            a layer adds.
+        Yields:
+            The tokens of a stack, the bytes that it stores, and those that the recomputation of a
+            layer adds.
         """
-        limit = self.config.train.recompute_num_layers
-        left = None if limit is None else max(0, limit - len(chunk.layers))
-        again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
-        stacks = [
-            (self._decoder_tokens, chunk.decoder_layers, left, again, self.decoder_layer),
-            (self.tokens, chunk.layers, limit, self.recomputed_layer, self.layer),
-        ]
-        return [
-            (tokens, self._layers(len(layers), limit, recomputed, layer), layer - recomputed)
-            for tokens, layers, limit, recomputed, layer in stacks
-            if layers
-        ]
+        limit, count = self.config.train.recompute_num_layers, len(chunk.layers)
+        if chunk.decoder_layers:
+            layer, tokens = self.decoder_layer, self._decoder_tokens
+            left = None if limit is None else max(0, limit - count)
+            kept = self._recomputed(layer, self.decoder_attention, tokens)
+            stored = self._layers(len(chunk.decoder_layers), left, kept, layer)
+            yield tokens, stored, layer - kept
+        if chunk.layers:
+            layer, kept = self.layer, self.recomputed_layer
+            yield self.tokens, self._layers(count, limit, kept, layer), layer - kept
 
     def _messages(self, chunks: Sequence[ModelChunk], posted: int) -> int:
         """Return the bytes of messages between pipeline stages.

@@ -6,7 +6,7 @@ The planner estimates each change, and those that save most are proposed.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -117,7 +117,7 @@ def savings(
         changed = _valid(dump, change.values)
         if changed is None:
             continue
-        target = _with_share(deployment, change.share)
+        target = replace(deployment, ranks=round(deployment.ranks * change.share))
         try:
             layout_of(changed, target.ranks, target.vocab_size)
             after = target.estimate(changed, rank if change.kind not in _MOVES else None)
@@ -206,16 +206,6 @@ def pair(before: int, after: int) -> str:
     unit, name = (GIB, "GiB") if before >= GIB else (2**20, "MiB")
     digits = 1 if before >= 10 * unit else 2
     return f"{before / unit:.{digits}f} -> {after / unit:.{digits}f} {name}"
-
-
-def _with_share(deployment: Deployment, share: float) -> Deployment:
-    """Return the deployment with its number of ranks multiplied by `share`."""
-    if share == 1:
-        return deployment
-    ranks = round(deployment.ranks * share)
-    return Deployment(
-        ranks, deployment.vocab_size, deployment.precision, deployment.device_type, deployment.host
-    )
 
 
 def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:

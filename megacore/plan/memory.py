@@ -15,7 +15,6 @@ from megacore.plan.zero import (
     ELEMENT_BYTES,
     Buffers,
     DeepSpeedMemory,
-    ZeroBytes,
     native_buffers,
     zero_bytes,
 )
@@ -129,7 +128,17 @@ def estimate_stages(
         stage_chunks = chunks[stage::stages]
         sizes = [size for chunk in stage_chunks for size in chunk_sizes(spec, chunk, tensor)]
         matrices = muon_elements(config, stage_chunks)
-        state = _model_state(zero, deepspeed, sum(sizes), precision, copies, matrices)
+        state = zero_bytes(
+            sum(sizes),
+            zero.stage,
+            copies,
+            precision,
+            gradient_bytes=deepspeed.gradient_bytes if deepspeed else 4,
+            main_weights=deepspeed.main_weights if deepspeed else None,
+            offload_optimizer=zero.offload_optimizer,
+            offload_param=zero.offload_param,
+            single_moment=matrices,
+        )
         extra = (
             deepspeed.buffers(sizes, data_parallel_size)
             if deepspeed
@@ -201,45 +210,6 @@ def _native_buffers(
         tuple(counts.elements()),
         element,
         parallel.grad_reduce_bucket_mb,
-    )
-
-
-def _model_state(
-    zero: ZeroSettings,
-    deepspeed: DeepSpeedMemory | None,
-    parameters: int,
-    precision: str,
-    data_parallel_size: int,
-    matrices: int,
-) -> ZeroBytes:
-    """Return the weights, gradients and optimizer state of a rank in its engine.
-
-    Args:
-        zero: ZeRO stage and offload.
-        deepspeed: memory settings of DeepSpeed; None for the native engine.
-        parameters: number of the rank's parameters before ZeRO divides them.
-        precision: data type of the computation: fp32, bf16 or fp16.
-        data_parallel_size: number of replicas.
-        matrices: number of the parameters that Muon updates.
-    """
-    if deepspeed is None:
-        return zero_bytes(
-            parameters,
-            zero.stage,
-            data_parallel_size,
-            precision,
-            gradient_bytes=4,
-            single_moment=matrices,
-        )
-    return zero_bytes(
-        parameters,
-        zero.stage,
-        data_parallel_size,
-        precision,
-        gradient_bytes=deepspeed.gradient_bytes,
-        main_weights=deepspeed.main_weights,
-        offload_optimizer=zero.offload_optimizer,
-        offload_param=zero.offload_param,
     )
 
 

@@ -17,7 +17,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.engine.base import Engine, Reduced, Update, global_means
+from megacore.engine.base import Engine, Reduced, Update, communication, global_means
 from megacore.engine.deepspeed.join import (
     MeshUnit,
     checkpoint_activations,
@@ -179,11 +179,7 @@ class DeepSpeedBase(Engine):
         self.kernels = {
             **self._stage.kernels.names,
             "optimizer": f"deepspeed {type(optimizer).__name__} over {type(self._adam).__name__}",
-            "communication": "none"
-            if self._mesh.world_size == 1
-            else "nccl"
-            if self.device.type == "cuda"
-            else "gloo",
+            "communication": communication(self._mesh, self.device),
         }
         if self._zero_stage < 3 and self.precision == "fp32":
             return

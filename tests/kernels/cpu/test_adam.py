@@ -1,13 +1,15 @@
 """AdamW in C++, compared with float64 and with torch's fused kernel."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu.adam import adamw_
+from megacore.kernels.adamw import AdamTensors, Hyperparameters
+from megacore.kernels.cpu import adam
 from megacore.kernels.cpu.common import runs_fp32
 
 pytestmark = pytest.mark.skipif(not runs_fp32(), reason="the CPU has no AVX-512")
@@ -32,6 +34,12 @@ def state(sizes: Sequence[int] = SIZES) -> State:
         return [scale * torch.randn(size, generator=generator) for size in sizes]
 
     return random(1.0), random(0.1), random(0.03), [values.square() for values in random(0.1)]
+
+
+def adamw_(*tensors: Any, divisor: float = 1.0, **values: Any) -> None:
+    """Make an update with hyperparameters by name."""
+    exact = torch.tensor(divisor, dtype=torch.float64)
+    adam.adamw_(AdamTensors(*tensors), Hyperparameters(**values), exact)
 
 
 def float64(
