@@ -29,22 +29,30 @@ _SHOWN = 8
 """Most changes that a hint lists."""
 
 
-def resumed_digest(config: RunConfig) -> str | None:
-    """Return the digest of the other run's checkpoint that this run continues from.
-
-    None without such a checkpoint.
+def checkpoint_digest(option: str, checkpoint: str | None) -> str | None:
+    """Return the digest of the checkpoint that the configuration's `option` names, None without.
 
     Raises ConfigError if the checkpoint does not exist.
     """
-    if config.resume.checkpoint is None:
+    if checkpoint is None:
         return None
-    marker = Path(config.resume.checkpoint) / MARKER_NAME
+    marker = Path(checkpoint) / MARKER_NAME
     if not marker.is_file():
         raise ConfigError(
-            f"resume.checkpoint is {config.resume.checkpoint}, which has no {MARKER_NAME}: give "
-            "the directory of a complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
+            f"{option} is {checkpoint}, which has no {MARKER_NAME}: give the directory of a "
+            "complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
         )
     return file_digest(marker)
+
+
+def resumed_digest(config: RunConfig) -> str | None:
+    """Return the digest of the other run's checkpoint that this run continues from, or None."""
+    return checkpoint_digest("resume.checkpoint", config.resume.checkpoint)
+
+
+def pretrained_digest(config: RunConfig) -> str | None:
+    """Return the digest of the initial weights, or None if the run starts with random weights."""
+    return checkpoint_digest("train.pretrained_checkpoint", config.train.pretrained_checkpoint)
 
 
 def resumed_state(config: RunConfig) -> "TrainState | None":

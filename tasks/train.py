@@ -12,7 +12,7 @@ from prefect.runtime import task_run
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space, workspace_errors
-from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of
 from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
@@ -28,7 +28,12 @@ from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._live_run import watched
 from tasks._mlflow import RunFacts
-from tasks._resume import planned_before, resumed_digest, warn_of_other_data
+from tasks._resume import (
+    planned_before,
+    pretrained_digest,
+    resumed_digest,
+    warn_of_other_data,
+)
 from tasks._retry import counted_failures, may_retry, wait_to_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
@@ -70,25 +75,6 @@ def precision_of(config: RunConfig) -> Precision:
     if precision != "auto":
         return precision
     return cast(Precision, hardware_of(config.launch).resolve_precision(precision))
-
-
-def pretrained_digest(config: RunConfig) -> str | None:
-    """Return the digest of the initial weights, or None if the run starts with random weights.
-
-    Raises ConfigError when the checkpoint does not exist.
-    """
-    from megacore.checkpoint.format import MARKER_NAME
-
-    if config.train.pretrained_checkpoint is None:
-        return None
-    marker = Path(config.train.pretrained_checkpoint) / MARKER_NAME
-    if not marker.is_file():
-        raise ConfigError(
-            f"train.pretrained_checkpoint is {config.train.pretrained_checkpoint}, which has no "
-            f"{MARKER_NAME}: give the directory of a complete checkpoint, as in "
-            "runs/KEY/checkpoints/iter_0001000"
-        )
-    return file_digest(marker)
 
 
 def check_pretrained(config: RunConfig) -> None:

@@ -499,6 +499,10 @@ class CheckpointSaver:
             dist.destroy_process_group(self._ranks.group)
             self._ranks.group = None
 
+    def retain(self, in_use: Path) -> list[Path]:
+        """Delete the checkpoints that the retention rules do not keep, on one rank."""
+        return apply_retention(self._root, in_use=in_use, losses=self.losses, **self._keep)
+
     def _fit(self, share: Tensors) -> None:
         """Allocate host memory; a failure on one rank is raised on all. Collective."""
         try:
@@ -565,9 +569,7 @@ class CheckpointSaver:
                 progress=progress,
             )
             seconds = time.monotonic() - flight.began
-            deleted = self._ranks.on_first(
-                lambda: apply_retention(self._root, in_use=path, losses=self.losses, **self._keep)
-            )
+            deleted = self._ranks.on_first(lambda: self.retain(path))
             stall = flight.stall_seconds if self._asynchronous else seconds
             flight.finished = SaveFinished(path, marker, seconds, stall, deleted)
         except BaseException as error:

@@ -24,7 +24,7 @@ from megacore.checkpoint.format import (
     read_state,
     reading,
 )
-from megacore.checkpoint.retain import apply_retention, remove_stale
+from megacore.checkpoint.retain import remove_stale
 from megacore.checkpoint.spec import (
     MODEL_KEY,
     changed_rotations,
@@ -96,11 +96,13 @@ class RunCheckpoints:
         )
         self._planned_samples = planned_samples
         self._ranks = RankGroup(None)
-        self._keep: dict[str, Any] = keep.model_dump(
-            include={"keep_last", "keep_every", "keep_best"}
-        )
         self._saver = CheckpointSaver(
-            self.root, asynchronous=keep.asynchronous, beat=mesh.beat, **self._keep
+            self.root,
+            asynchronous=keep.asynchronous,
+            beat=mesh.beat,
+            keep_last=keep.keep_last,
+            keep_every=keep.keep_every,
+            keep_best=keep.keep_best,
         )
         self._consumed_samples: dict[int, int] = {}
         self._begun_at: dict[int, Path] = {}
@@ -134,7 +136,8 @@ class RunCheckpoints:
         if path is not None:
             self._load(path, state, another_run=False)
             self._beat_load()
-            self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
+            # A kill may have prevented the retention after the last save.
+            self._report_deleted(self._ranks.on_first(partial(self._saver.retain, path)))
         elif configured is not None:
             path = Path(configured)
             with reading(path):
@@ -407,13 +410,6 @@ class RunCheckpoints:
             finished.stall_seconds,
         )
         self._report_deleted(finished.deleted)
-
-    def _retain(self, loaded: Path) -> list[Path]:
-        """Delete the checkpoints that the retention rules do not keep.
-
-        A kill may have prevented the retention after the last save.
-        """
-        return apply_retention(self.root, in_use=loaded, losses=self._saver.losses, **self._keep)
 
     def _report_deleted(self, paths: list[Path]) -> None:
         for path in paths:

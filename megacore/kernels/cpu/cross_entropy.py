@@ -15,16 +15,9 @@ from megacore.kernels.cpu.common import operator
 
 
 def label_statistics(logits: Tensor, columns: Tensor, with_sum: bool = False) -> Tensor:
-    """Compute the statistics of this rank's part of each row, which the ranks exchange.
+    """Compute the statistics, fp32 [3 or 4, n], see `megacore.kernels.cross_entropy.Statistics`.
 
-    Args:
-        logits: [n, w], only read.
-        columns: columns of the labels, [n]; outside 0 … w - 1 if the label is on another rank.
-        with_sum: also sum the logits, for label smoothing.
-
-    Returns:
-        fp32 [3 or 4, n]: the maximum, the label's logit (0 if it is on another rank), the sum of
-        exp(logit - maximum), and if requested the sum of the logits, not relative to the maximum.
+    A column outside 0 … w - 1 is a label on another rank.
     """
     statistics: Tensor = torch.ops.megacore.label_statistics(logits, columns, with_sum)
     return statistics
@@ -38,17 +31,9 @@ def softmax_gradient_(
     label_weight: float = 1.0,
     evenly: float = 0.0,
 ) -> None:
-    """Replace logits by the gradient of the loss, in place.
+    """Replace logits by the gradient, see `megacore.kernels.cross_entropy.GradientInPlace`.
 
-    It is factor · exp(logit - log_normaliser) - label_weight · [column is the label's] - evenly.
-
-    Args:
-        logits: [n, w], overwritten.
-        columns: columns of the labels, [n]; outside 0 … w - 1 if the label is on another rank.
-        log_normaliser: logsumexp of each row over all ranks, fp32 [n].
-        factor: 1 + 2 z logsumexp with z-loss z, fp32 [n]; None means 1.
-        label_weight: 1 - ε with label smoothing ε.
-        evenly: ε / v with label smoothing, v being the size of the whole vocabulary.
+    A column outside 0 … w - 1 is a label on another rank. `log_normaliser` and `factor` are fp32.
     """
     torch.ops.megacore.softmax_gradient_(
         logits, columns, log_normaliser, factor, label_weight, evenly
@@ -62,24 +47,11 @@ def cross_entropy_(
     z_loss: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return the loss of each row, and replace the logits by its gradient.
+    """Return the losses, fp32 [n], and replace the logits by their gradient.
 
-    The rank must have the whole vocabulary.
-
-    loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp². Its gradient is
-    (1 + 2 z logsumexp) softmax - (1 - ε) onehot - ε / w. Each row is processed while it is in the
-    cache.
-
-    Args:
-        logits: [n, w], overwritten.
-        columns: columns of the labels, [n]; a label outside 0 … w - 1 makes the row's loss and
-            gradient NaN.
-        label_smoothing: ε (Szegedy et al. 2016).
-        z_loss: z (Chowdhery et al. 2022, section 5).
-        scale: factor on the gradient.
-
-    Returns:
-        fp32 [n].
+    See `megacore.kernels.cross_entropy.LossInPlace`. The gradient of a row is
+    (1 + 2 z logsumexp) softmax - (1 - ε) onehot - ε / w. A label outside 0 … w - 1 makes the row's
+    loss and gradient NaN. Each row is processed while it is in the cache.
     """
     losses: Tensor = torch.ops.megacore.cross_entropy_(
         logits, columns, label_smoothing, z_loss, scale
