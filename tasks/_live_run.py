@@ -20,7 +20,7 @@ from megacore.artifact import Workspace
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import TrainingStoppedError
 from megacore.jobs.finetune import FinetuneJob
-from megacore.jobs.run import Job
+from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
 from megacore.ranks.stages import attempt_log
@@ -130,7 +130,7 @@ def live_run(
 
 @contextmanager
 def watched(
-    job: Job | FinetuneJob, facts: RunFacts, iterations: int | None, label: str = "training"
+    job: TrainJob | FinetuneJob, facts: RunFacts, iterations: int | None, label: str = "training"
 ) -> Iterator[Callable[[], None]]:
     """Show the training in the body in MLflow and Prefect, and report how it ended.
 
