@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Self
 from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact
 
-from megacore.artifact import Workspace
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import TrainingStoppedError
 from megacore.jobs.finetune import FinetuneJob
@@ -144,7 +143,7 @@ def watched(
         Function to call a few times a second.
     """
     config, directory = job.config, Path(job.run_directory)
-    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    tracking = Tracking.of(config)
     forwarder = Forwarder(tracking, directory, config, facts)
     events = directory / EVENTS_FILE
     live = live_run(tracking, forwarder, config, directory)

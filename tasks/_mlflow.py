@@ -177,6 +177,11 @@ class Tracking:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
+    @classmethod
+    def of(cls, config: FlowConfig) -> "Tracking":
+        """Return the store and experiment of a configuration's run."""
+        return cls(Workspace.of(), config.tracking.experiment)
+
     @property
     def exists(self) -> bool:
         """True unless the store is a SQLite file that does not exist, and so has no runs."""

@@ -83,7 +83,7 @@ def parent_directory(config: FinetuneConfig) -> Path | None:
     if not config.model.path.startswith(SCHEME):
         return local_directory(config.model.path)
     version = _registered(config)
-    location = _location(_tracking(config), version)
+    location = _location(Tracking.of(config), version)
     parsed = urlparse(location)
     root = (
         Path(unquote(parsed.path))
@@ -118,7 +118,7 @@ def _known_parent(config: FinetuneConfig) -> Parent:
     digest = _export_digest(directory)
     if digest is None:
         return Parent(path)
-    version = _version_of_export(_tracking(config), directory.parent, digest)
+    version = _version_of_export(Tracking.of(config), directory.parent, digest)
     return Parent(path, digest=digest) if version is None else _of_version(path, version)
 
 
@@ -130,10 +130,6 @@ def note_parent(artifact: Path, parent: Parent) -> None:
     path = artifact / LINEAGE_NAME
     lineage = read_object(path)
     write_json(path, lineage | {"registry": parent.tags()})
-
-
-def _tracking(config: FinetuneConfig) -> Tracking:
-    return Tracking(Workspace.of(), config.tracking.experiment)
 
 
 def _of_version(model: str, version: "ModelVersion") -> Parent:
@@ -150,7 +146,7 @@ def _of_version(model: str, version: "ModelVersion") -> Parent:
 
 
 def _registered(config: FinetuneConfig) -> "ModelVersion":
-    path, tracking = config.model.path, _tracking(config)
+    path, tracking = config.model.path, Tracking.of(config)
     match = _FORM.fullmatch(path)
     if match is None:
         raise ConfigError(
@@ -194,7 +190,7 @@ def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) 
 
     A version never changes, so a complete download is not repeated.
     """
-    tracking = _tracking(config)
+    tracking = Tracking.of(config)
     folder = Workspace.of().folder("pretrained") / DOWNLOADS
     target = folder / f"{version.name}-{version.version}-{version.creation_timestamp}"
     with workspace_errors(folder):

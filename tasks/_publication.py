@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from megacore.artifact import StageKey, Workspace
+from megacore.artifact import StageKey
 from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
@@ -35,11 +35,6 @@ def read_receipt(directory: Path) -> dict[str, str]:
     return receipt
 
 
-def tracking_of(config: FlowConfig) -> Tracking:
-    """Return the MLflow store and experiment of a run."""
-    return Tracking(Workspace.of(), config.tracking.experiment)
-
-
 def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
     """Return why the model must be published (again).
 
@@ -49,7 +44,7 @@ def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
     problem = artifact_problem(key, config)
     if problem is not None:
         return problem
-    tracking, receipt = tracking_of(config), read_receipt(artifact_directory(key))
+    tracking, receipt = Tracking.of(config), read_receipt(artifact_directory(key))
     if not published_exists(tracking, receipt):
         return "the model registry no longer has it"
     name, force = receipt["model_name"], config.tracking.force_alias
@@ -77,7 +72,7 @@ def build_publication(
     """
 
     def fill(directory: Path) -> dict[str, Any]:
-        tracking, run_facts = tracking_of(config), facts()
+        tracking, run_facts = Tracking.of(config), facts()
         run_id = Forwarder(tracking, run_directory, config, run_facts).flush()
         try:
             receipt = send(tracking, run_id)
@@ -104,7 +99,7 @@ def build_publication(
         with workspace_errors(receipt_file):
             receipt_file.unlink(missing_ok=True)
     result = build(config, key, fill)
-    if tracking_of(config).keeps_answers:  # to the next run's questions, while mlflow is imported
+    if Tracking.of(config).keeps_answers:  # to the next run's questions, while mlflow is imported
         with suppress(*STORE_ERRORS):  # it is published
             receipt_problem(config, key)
     return result

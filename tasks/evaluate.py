@@ -16,7 +16,7 @@ from typing import Any, Self
 from prefect import State, get_run_logger
 from prefect.states import Completed
 
-from megacore.artifact import Artifact, StageKey, Workspace, file_digest
+from megacore.artifact import Artifact, StageKey, file_digest
 from megacore.artifact.files import read_object, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, protected
@@ -340,7 +340,7 @@ class _Display:
     def __init__(
         self, config: RunConfig, run_directory: Path, datasets: Mapping[str, Dataset]
     ) -> None:
-        self._tracking = Tracking(Workspace.of(), config.tracking.experiment)
+        self._tracking = Tracking.of(config)
         self._run_directory = run_directory
         self._datasets = datasets
         self._table = PerplexityTable(run_directory)

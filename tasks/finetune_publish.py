@@ -23,7 +23,6 @@ from tasks._publication import (
     receipt_problem,
     run_url,
     shown_by,
-    tracking_of,
 )
 from tasks._registry import publish_model
 from tasks.finetune import run_facts
@@ -158,7 +157,7 @@ def outcome(
         "",
         *_answer_lines(finetuned.directory, int(counts["best_iteration"])),
         f"- begun with: {_initial_model_link(config, parent)}",
-        *places(tracking_of(config), finetuned.directory, exported.directory, published.directory),
+        *places(Tracking.of(config), finetuned.directory, exported.directory, published.directory),
     ]
     return "\n".join(lines)
 
@@ -192,7 +191,7 @@ def _initial_model_link(config: FinetuneConfig, parent: Parent) -> str:
         description = f"random weights, shape and tokenizer of {description}"
     if parent.run_id is None:
         return description
-    tracking = tracking_of(config)
+    tracking = Tracking.of(config)
     server = shown_by(tracking)
     run = (
         parent.run_id

@@ -24,7 +24,7 @@ from tasks._checkpoint_models import (
     log_scores,
 )
 from tasks._mlflow import STORE_ERRORS, Tracking
-from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
+from tasks._publication import REPORT, build_publication, places, receipt_problem
 from tasks._registry import publish_model
 from tasks._stage_runner import numbered
 from tasks.contamination import REPORT as CONTAMINATION
@@ -140,7 +140,7 @@ def publish(
             config, tracking, run_id, _Inputs(trained, evaluation, export, *data)
         ),
     )
-    tracking, datasets = tracking_of(config), split_datasets(config, tokens, index)
+    tracking, datasets = Tracking.of(config), split_datasets(config, tokens, index)
     if tracking.keeps_answers:  # the scores are there, which the next run then knows without mlflow
         with suppress(*STORE_ERRORS):
             for row in read_evaluation(evaluation)["checkpoints"]:
@@ -312,6 +312,6 @@ def outcome(
         sample.rstrip(),
         "```",
         "",
-        *places(tracking_of(config), trained.directory, export.directory, published.directory),
+        *places(Tracking.of(config), trained.directory, export.directory, published.directory),
     ]
     return "\n".join(lines)

@@ -17,8 +17,9 @@ from megacore.config.train import HubConfig
 from megacore.corpus.hub import broken_connections, first_sentence
 from megacore.errors import ConfigError, HubError
 from tasks._cache import StageResult, build, stage_task
+from tasks._mlflow import Tracking
 from tasks._plan import PlannedStage
-from tasks._publication import RECEIPT, read_receipt, tracking_of
+from tasks._publication import RECEIPT, read_receipt
 from tasks._run_page import show_pushed
 from tasks._stage_runner import StageRunner
 
@@ -78,7 +79,7 @@ def push(
             private=config.export.hub_private,
             message=f"Upload {config.name}: run {trained.directory.name}, iteration {iteration}",
         )
-        show_pushed(tracking_of(config), read_receipt(published.directory), receipt["address"])
+        show_pushed(Tracking.of(config), read_receipt(published.directory), receipt["address"])
         get_run_logger().info("uploaded to %s", receipt["address"])
         write_json(directory / RECEIPT, receipt)
         return receipt

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect import State
 
-from megacore.artifact import Artifact, StageKey, Workspace, file_digest
+from megacore.artifact import Artifact, StageKey, file_digest
 from megacore.artifact.files import read_object, write_json
 from megacore.checkpoint.format import iteration_of
 from megacore.checkpoint.spec import read_spec
@@ -206,7 +206,7 @@ def log_to_run(
 
     Raises TrackingError.
     """
-    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    tracking = Tracking.of(config)
     run_id = _flushed(tracking, config, run) if run.finished else _recorded(run.directory)
     try:
         log_scores(

@@ -153,15 +153,16 @@ def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[Paralle
     if ranks % asked.context:
         return
     shared = ranks // asked.context
-    for tensor in _divisors(shared):
-        for pipeline in _divisors(shared // tensor):
+    for tensor in divisors(shared):
+        for pipeline in divisors(shared // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
             for virtual in range(1, max(1, most) + 1):
                 data = shared // (tensor * pipeline)
                 yield ParallelLayout(tensor, pipeline, virtual, data, asked.context)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megacore.config.deepspeed import user_settings_of, zero_of
-from megacore.config.layouts import ParallelLayout, refused
+from megacore.config.layouts import ParallelLayout, divisors, refused
 from megacore.config.parallel import ZERO_STAGES
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
@@ -228,10 +228,10 @@ class _Space:
 
     def list_groups(self) -> None:
         """Put all layouts that the configuration's checks accept into the heap."""
-        micro_batches = _divisors(self.config.train.global_batch_size)
-        for tensor in _divisors(self.ranks):
-            for pipeline in _divisors(self.ranks // tensor):
-                for context in _divisors(self.ranks // (tensor * pipeline)):
+        micro_batches = divisors(self.config.train.global_batch_size)
+        for tensor in divisors(self.ranks):
+            for pipeline in divisors(self.ranks // tensor):
+                for context in divisors(self.ranks // (tensor * pipeline)):
                     for micro in micro_batches:
                         if self.divides(context, micro):
                             self._list_layouts(tensor, pipeline, context, micro)
@@ -306,7 +306,7 @@ class _Space:
             return [1]
         if self.config.engine == "deepspeed" or self.config.parallel.pipeline_schedule == "gpipe":
             return [1]
-        return _divisors(max(1, self.config.model.num_layers // pipeline))
+        return divisors(max(1, self.config.model.num_layers // pipeline))
 
     def _delays(self, pipeline: int, zero: int) -> tuple[bool, ...]:
         """Return whether weight gradients are delayed: both, where they can be."""
@@ -554,11 +554,6 @@ class _Shape:
             forward, backward = self.iteration.forward(chunk), self.iteration.backward(chunk)
             self.known[kind] = forward.total, backward.total
         return self.known[kind]
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def launch_values(config: RunConfig, machine: Machine, ranks: int) -> dict[str, Any]:
