@@ -114,6 +114,7 @@ BY_TOKENS = "_by_tokens"
 _METRICS_PER_BATCH = 1000
 _BATCHES_AHEAD = 20
 """Batches whose steps are looked up in the store together with those of the next one."""
+_ALL_STEPS = range(1 << 63)
 _NAMES = 2
 """Version of the names in CURVES. A run whose events were sent under other names sends them again.
 """
@@ -505,7 +506,7 @@ class Forwarder:
         history = self._tracking.client.get_metric_history(self._run_id, key)
         self._progress = time.monotonic()  # a long history takes minutes
         found = {metric.step for metric in history}
-        self._history[key] = range(min(found), max(found) + 1), found
+        self._history[key] = _ALL_STEPS, found
         return found
 
     def _record_checkpoint(self, event: Mapping[str, Any]) -> None:

@@ -609,6 +609,26 @@ def test_steps_that_are_too_many_for_one_answer_are_not_a_sample(
     check(tracking, run_id, list(range(1, 61)))
 
 
+def test_a_server_that_cannot_be_asked_for_steps_is_asked_for_histories(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    run_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: object) -> None:
+        """Answer as an old server, which does not know the request."""
+
+    monkeypatch.setattr(tasks._mlflow_events, "stored_steps", unknown)
+    log.step(1)
+    run_id = make_forwarder().flush()
+    (run_directory / OFFSET_FILE).unlink()
+    log.evaluation(1)  # the store has no history of its metrics
+    log.step(2)
+    make_forwarder().flush()
+    check(tracking, run_id, [1, 2])
+
+
 def test_poll_never_raises(
     log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
