@@ -3,9 +3,9 @@
 `python -m` would import them again for each rank, which takes longer than the work of a tiny model.
 """
 
-import importlib
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -85,4 +85,6 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    importlib.import_module(module).main(arguments)
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # it runs as `python -m` runs it, not as it was imported
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
