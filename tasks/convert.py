@@ -36,9 +36,12 @@ def convert_key(
     chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
     named = _begin_and_ends(config, trained, tokens, tokenizer, index)
     parameters = key_parameters(config, "convert", chosen | named)
+    version = stages.CONVERT_VERSION
+    if config.family == "bert":
+        version = stages.CONVERT_VERSION_OF_BERT
     return StageKey.of(
         "convert",
-        stages.CONVERT_VERSION,
+        version,
         parameters,
         trained=trained,
         evaluation=evaluation,

@@ -32,7 +32,7 @@ class RunConfig(Section):
     name: str = keyed(key="convert", resolved="publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Name of the run and of the exported model: lower-case letters, digits, dots and dashes. A
     configuration file without it takes its own name."""
-    family: Family = keyed("gpt", key="run", resolved="index")
+    family: Family = keyed("gpt", key="run", resolved=("index", "convert"))
     """Family of the model: a causal decoder (gpt), an encoder (bert), or an encoder and decoder
     (t5)."""
     seed: int = keyed(1234, key=("index", "run"), resolved="tokenize", ge=0, lt=2**32)

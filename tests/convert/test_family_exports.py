@@ -64,6 +64,15 @@ def test_an_exported_bert_fills_masks(bert: ConvertJob) -> None:
     assert "AutoModelForPreTraining" in card
 
 
+def test_the_tokenizer_of_an_exported_bert_returns_segments(bert: ConvertJob) -> None:
+    from transformers import AutoTokenizer
+
+    pair = AutoTokenizer.from_pretrained(Path(bert.output_directory) / "model")("step", "three")
+    second = pair["input_ids"].index(bert.special_tokens.sep) + 1
+    segments = [int(place >= second) for place in range(len(pair["input_ids"]))]
+    assert pair["token_type_ids"] == segments
+
+
 def test_a_t5_passes_the_gate_in_bfloat16(t5: ConvertJob) -> None:
     report = json.loads(read(t5, "parity.json"))
     assert report["passed"] is True

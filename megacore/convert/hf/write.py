@@ -117,7 +117,8 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
 
     The source is a directory of megacore or transformers. A tokenizer without a bos_token gets the
     model's, if it has one that is not eod. A SentencePiece model also gets a tokenizer.json that
-    encodes and decodes as it does, if `SentencePieceModel.exported` has one.
+    encodes and decodes as it does, if `SentencePieceModel.exported` has one. BERT's also returns
+    segment ids, without which the model would take both sentences of a pair for the first one.
 
     Raises:
         ConversionError: if the tokenizer's configuration cannot be read or no token ends a
@@ -143,6 +144,8 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
         tokens = [] if tokenizer is None else tokenizer.tokens()
         if roles.get("bos_token") is None and bos < len(tokens) and tokens[bos]:
             settings["bos_token"] = tokens[bos]
+    if spec.family == "bert":
+        settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
     write_json(
         directory / path.name, {**settings, "model_max_length": spec.max_position_embeddings}
     )
