@@ -484,6 +484,12 @@ def staged(output: Path) -> Iterator[Path]:
             staging.mkdir()
         except OSError as error:
             _remove_empty(missing_parents)
+            if isinstance(error, FileExistsError) and staging.exists():  # process ids of containers
+                raise WorkspaceError(
+                    f"--output {output} cannot be made, for {staging} is there, which a process "
+                    "with the same number has left, or writes on another machine: remove it if "
+                    "nothing writes it"
+                ) from error
             if error.errno not in _OF_PATHS:
                 raise
             raise WorkspaceError(

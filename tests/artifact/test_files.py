@@ -279,6 +279,17 @@ def test_an_output_that_turns_out_to_be_busy_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_process_with_the_same_number_left_is_named(tmp_path: Path) -> None:
+    left = tmp_path / f"out.tmp-{os.getpid()}"
+    left.mkdir()
+    with (
+        pytest.raises(WorkspaceError, match=rf"{left} is there, .*: remove it if"),
+        staged(tmp_path / "out"),
+    ):
+        pass
+    assert left.is_dir()
+
+
 def test_a_missing_directory_of_an_output_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"a\.json.*No such file .*: make its directory"):
         write_json(tmp_path / "no" / "a.json", {})
