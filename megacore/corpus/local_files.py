@@ -273,6 +273,10 @@ def _check_column(path: str | Path, file: Any, key: str) -> None:
         raise DataFormatError(
             f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key"
         )
+    if (count := schema.names.count(key)) > 1:
+        raise DataFormatError(
+            f"{path} has {count} columns {key!r}: rename all but one, or set data.source.key"
+        )
     kind = schema.field(key).type
     if not _is_text(kind):
         raise DataFormatError(

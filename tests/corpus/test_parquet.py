@@ -55,6 +55,7 @@ def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_
 
 def test_wrong_files_and_columns_are_refused_by_collect(files: Path, tmp_path: Path) -> None:
     (files / "x.jsonl").write_text('{"text": "a"}\n')
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), files / "twice.parquet")
     (files / "broken.parquet").write_bytes((files / "a.parquet").read_bytes()[:-20])
     for parquet_source, message in {
         source(
@@ -63,6 +64,7 @@ def test_wrong_files_and_columns_are_refused_by_collect(files: Path, tmp_path: P
         source(
             files / "a.parquet", key="id"
         ): r"a\.parquet has int64 in column 'id' instead of text",
+        source(files / "twice.parquet"): r"twice\.parquet has 2 columns 'text': rename all but one",
         source(
             files / "x.jsonl"
         ): r"x\.jsonl is no parquet file: give it to a source of kind jsonl",
