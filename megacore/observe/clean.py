@@ -190,7 +190,7 @@ def remove(items: list[Removable]) -> list[Removable]:
     """
     removed = []
     for item in items:
-        with ExitStack() as held, workspace_errors(item.path):
+        with workspace_errors(item.path), ExitStack() as held:  # also what the locks raise
             try:
                 free = all(held.enter_context(try_lock(owner)) for owner in item.owners)
                 if not free or item.path.lstat().st_mtime_ns != item.mtime_ns:

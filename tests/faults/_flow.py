@@ -170,6 +170,7 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
 
     There must be one run, and in each curve each step of the events exactly once.
     """
+    from tasks._checkpoint_models import POSITION_PREFIXES
     from tasks._mlflow_events import CURVES, points_of
 
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
@@ -184,7 +185,12 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
         connection.close()
     problems = [] if len(run_ids) == 1 else [f"MLflow has {len(run_ids)} runs of one training"]
     curves = ("train/", "validation/", "vitals/", "valid_")
-    counts = Counter((key, step) for key, step in rows if key.startswith(curves))
+    evaluated = POSITION_PREFIXES["test"]  # the stage evaluate measures them, not the training
+    counts = Counter(
+        (key, step)
+        for key, step in rows
+        if key.startswith(curves) and not key.startswith(evaluated)
+    )
     problems += [
         f"MLflow has {key} of step {step} {count} times"
         for (key, step), count in counts.items()

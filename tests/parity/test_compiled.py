@@ -27,7 +27,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result
         patch.setenv("MEGACORE_WORKSPACE", str(workspace))
         # torch sets it after the first compilation
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        results = run_distributed(2, train_all, CASES, timeout=120)
+        results = run_distributed(2, train_all, CASES, timeout=240)
     assert any((workspace / "compiled").rglob("*.so")), "nothing was compiled into the workspace"
     return results
 
