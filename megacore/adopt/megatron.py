@@ -342,20 +342,20 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
             value = integer_of(setting, draft, name)
             if setting is None or value is None:
                 continue
+            origins: list[Setting | str] = [setting]
+            counted = unit
+            if unit == "iters" and each is not None:
+                value, counted = value * each, "samples"
+                origins.append(f"x {each} samples")
             if part == "warmup" and (fraction is not None or value == 0):
                 draft.ignore(setting, "it requests no warm-up of its own")
-            elif part == "warmup" and unit == "samples":
-                draft.put("optim.lr_warmup_samples", value, setting)
-            elif unit == "iters" and each is None:
+            elif part == "warmup" and counted == "samples":
+                draft.put("optim.lr_warmup_samples", value, *origins)
+            elif counted == "iters":
                 draft.put(name, value, setting)
-            elif unit == "iters" and part == "warmup" and each is not None:
-                draft.put("optim.lr_warmup_samples", value * each, setting, f"x {each} samples")
-            elif unit == "iters" and each is not None:
-                iterations = iterations_of(draft, value * each, tokens=False)
-                draft.put(name, max(1, iterations), setting, f"x {each} samples")
             else:
-                iterations = iterations_of(draft, value, tokens=unit == "tokens")
-                draft.put(name, max(1, iterations), setting)
+                iterations = iterations_of(draft, value, tokens=counted == "tokens")
+                draft.put(name, max(1, iterations), *origins)
     if each is not None and "optim.lr_decay_iters" not in draft.values:
         run = iterations_of(draft, draft.get("train.train_iters", 1) * each, tokens=False)
         draft.put("optim.lr_decay_iters", run, default, f"--train-iters x {each} samples")
@@ -374,9 +374,9 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
         value = integer_of(setting, draft, "optim.lr_wsd_decay_iters")
         if setting is None or value is None:
             continue
-        if unit == "samples" or each is not None:
-            samples = value if each is None or unit == "samples" else value * each
-            value = int(samples / draft.get("train.global_batch_size"))
+        samples = value if unit == "samples" else value * (each or 0)
+        if samples:
+            value = samples // draft.get("train.global_batch_size")
         draft.put("optim.lr_wsd_decay_iters", value, setting)
     if "train.rampup_batch_size.start" in draft.values:
         draft.remarks.append(

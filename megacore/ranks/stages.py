@@ -103,20 +103,8 @@ def finetune(
 ) -> None:
     """Fine-tune to the last step, from the newest complete checkpoint of the run directory.
 
-    Args:
-        job: the job of the ranks.
-        on_poll: callback, a few times a second.
-        inherited: descriptors that stay open until all ranks have ended, even if this process is
-            killed, such as that of the run's lock.
-
-    Raises:
-        MegacoreError: the typed error of the rank that failed first.
-        RankLostError: a rank died without a reason.
-        StageTimeoutError: the ranks exceeded `launch.timeout_minutes`.
-        LaunchError: a launcher is missing, or a host does not see the directories.
-        ArtifactError: a file that the ranks read is damaged.
-        MemoryExhaustedError: memory ran out; the message contains advice, even if the kernel killed
-            the rank.
+    Arguments and errors are those of `train`; nothing is compiled. A LaunchError may also say that
+    a host does not see the directories.
     """
     run_directory = Path(job.run_directory)
     log = attempt_log(job)
@@ -153,7 +141,7 @@ def run_ranks(
         inherited: see `supervise`.
 
     Raises:
-        MegacoreError: the errors of `finetune`.
+        MegacoreError: the errors of `train`.
     """
     prepare(job, job.config.launch)
     start = start_ranks(job.config.launch, module, job, job_file)
