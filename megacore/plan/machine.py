@@ -32,12 +32,6 @@ _FILES = {
     "L40S": "l40s",
 }
 """Hardware files by a word of the GPU's name."""
-_CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
-"""Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
-_CPU_GFLOPS_ANY = 15.0
-_CPU_GFLOPS_NATIVE_HALF = 250.0
-_CPU_GFLOPS_EMULATED_BF16 = 25.0
-_CPU_GFLOPS_EMULATED_FP16 = 1.5
 _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 _LARGE_A100 = 60 * 2**30
 """Bytes that tell an A100 of 80 GB from one of 40 GB."""
@@ -227,14 +221,7 @@ def machine_of(hardware: Hardware, precision: str) -> Machine:
     if measured is not None:
         return measured
     if not hardware.gpus:
-        cores = hardware.cores
-        return load_machine("cpu").model_copy(
-            update={
-                "devices_per_node": cores,
-                "memory_gib": hardware.memory / cores / 2**30,
-                "tflops": {precision: cpu_gflops_per_core(hardware, precision) / 1e3},
-            }
-        )
+        return _core(hardware)
     gpu = min(hardware.gpus, key=lambda each: each.memory)
     words = gpu.name.upper().replace("-", " ").split()
     stem = next((stem for word, stem in _FILES.items() if word in words), None)
@@ -256,21 +243,22 @@ def machine_of(hardware: Hardware, precision: str) -> Machine:
     return machine.model_copy(update=changes)
 
 
-def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
-    """Return the GFLOP/s of one core in matrix products.
-
-    Half precision is emulated on CPUs without instructions for it.
-    """
-    if precision == "bf16":
-        return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
-    if precision == "fp16":
-        return (
-            _CPU_GFLOPS_EMULATED_FP16
-            if _FP16_FLAGS.isdisjoint(hardware.cpu_flags)
-            else _CPU_GFLOPS_NATIVE_HALF
-        )
-    return next(
-        (rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY
+def _core(hardware: Hardware) -> Machine:
+    """Return the generic file of this host's cores, with its number of cores and its memory."""
+    machine = load_machine("cpu-bf16" if hardware.native_bf16 else "cpu")
+    rates: dict[Precision, float] = dict(machine.tflops)
+    if not _FP16_FLAGS.isdisjoint(hardware.cpu_flags):
+        rates["fp16"] = rates["bf16"]
+    if not hardware.native_bf16:
+        # The file is that of a core with AVX2, whose registers have half the width of AVX-512's.
+        if "avx512f" in hardware.cpu_flags:
+            rates["fp32"] *= 2
+        elif "avx2" not in hardware.cpu_flags:
+            rates["fp32"] /= 4
+    cores = hardware.cores
+    memory = hardware.memory / cores / 2**30
+    return machine.model_copy(
+        update={"devices_per_node": cores, "memory_gib": memory, "tflops": rates}
     )
 
 

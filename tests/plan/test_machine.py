@@ -106,7 +106,22 @@ def test_a_measured_file_of_such_devices_comes_first(
     assert machine_of(gpu, "bf16").name == load_machine("h100").name
 
 
-def test_a_host_without_gpus_has_its_own_cores() -> None:
-    machine = machine_of(Hardware(6, 12 * 2**30, cpu_flags=frozenset({"avx2"})), "fp32")
+@pytest.mark.parametrize(
+    ("flags", "native_bf16", "rates"),
+    [
+        ({"neon"}, False, (15e9, 25e9, 1.5e9)),
+        ({"avx2"}, False, (60e9, 25e9, 1.5e9)),
+        ({"avx2", "avx512f"}, False, (120e9, 25e9, 1.5e9)),
+        ({"avx2", "avx512f", "avx512_bf16"}, True, (113e9, 500e9, 1.5e9)),
+        ({"avx2", "avx512f", "amx_bf16", "amx_fp16"}, True, (113e9, 500e9, 500e9)),
+    ],
+)
+def test_a_host_without_gpus_has_its_own_cores(
+    flags: set[str], native_bf16: bool, rates: tuple[float, float, float]
+) -> None:
+    hardware = Hardware(6, 12 * 2**30, cpu_flags=frozenset(flags), native_bf16=native_bf16)
+    machine = machine_of(hardware, "fp32")
     assert (machine.device, machine.devices_per_node, machine.memory_gib) == ("cpu", 6, 2)
-    assert machine.peak("fp32") == 60e9
+    assert machine.name == ("CPU core with bf16" if native_bf16 else "CPU core")
+    peaks = [machine.peak(precision) for precision in ("fp32", "bf16", "fp16")]
+    assert peaks == pytest.approx(rates)
