@@ -63,6 +63,8 @@ _MARGINS = {"left": 0.09, "right": 0.985, "bottom": 0.125, "top": 0.865, "hspace
 _MARGIN = 1.03
 _MOST_MARKS = 400
 _NAMED_ATTEMPTS = 8
+_LATE = 0.85
+"""Share of the time from which an attempt's name stands before its start, where it fits."""
 _MOST_POSITION_CURVES = 5
 _MOST_TASKS = 8
 _SHARES = ("acc", "exact_match", "acc_norm", "f1")
@@ -376,7 +378,8 @@ def _attempts(history: RunHistory) -> Chart | None:
     length, name = duration_unit(end - begin)
     share = max(2, MOST_POINTS // len(history.attempts))
     with _bare_figure() as (figure, (axes,)):
-        axes.set_xlim(0, max(1.0, (end - begin) / length) * _MARGIN)
+        limit = max(1.0, (end - begin) / length) * _MARGIN
+        axes.set_xlim(0, limit)
         for index, attempt in enumerate(history.attempts):
             start = (attempt.start - begin) / length
             if index:
@@ -394,11 +397,13 @@ def _attempts(history: RunHistory) -> Chart | None:
                 linewidth=1.6,
             )
             if 1 < len(history.attempts) <= _NAMED_ATTEMPTS:
+                late = start > _LATE * limit
                 axes.annotate(
                     f"attempt {attempt.number}",
                     (start, 1.0),
                     xycoords=("data", "axes fraction"),
-                    xytext=(4, -4),
+                    xytext=(-4 if late else 4, -4),
+                    ha="right" if late else "left",
                     textcoords="offset points",
                     va="top",
                     color="#5b6570",
