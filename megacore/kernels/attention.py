@@ -5,7 +5,7 @@ with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,30 +104,6 @@ class ScaledMaskedSoftmax(Protocol):
         ...
 
 
-def masked(attend: Callable[..., Tensor]) -> Attention:
-    """Return a kernel that takes spans as a dense mask, from one without spans."""
-
-    @wraps(attend)
-    def attend_masked(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        bias: Tensor | None,
-        causal: bool,
-        spans: Spans | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if spans is None:
-            return attend(query, key, value, bias=bias, causal=causal, **options)
-        mask = spans.bias(key.shape[2], query.dtype)
-        bias = mask if bias is None else bias + mask
-        return spans.hide(attend(query, key, value, bias=bias, causal=False, **options))
-
-    return attend_masked
-
-
-@masked
 def reference(
     query: Tensor,
     key: Tensor,
@@ -138,20 +114,40 @@ def reference(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
+    spans: Spans | None = None,
     part: SequencePart | None = None,
+    softmax: ScaledMaskedSoftmax | None = None,
 ) -> Tensor:
-    """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own.
+    """Compute attention with torch, see `Attention`; spans become a dense mask.
 
-    None of these has a soft cap or drops a part of whole sequences: the scores are then stored.
+    torch's fused kernels have no soft cap and do not drop a part of whole sequences: the scores are
+    then stored. With a `softmax`, they are also stored for dropout and for a trained bias.
     """
-    stored: Callable[..., Tensor] | None = None
+    if spans is not None:
+        mask = spans.bias(key.shape[2], query.dtype)
+        bias, causal = mask if bias is None else bias + mask, False
     if softcap is not None:
-        stored = partial(softcapped, softcap=softcap)
-    elif dropout and part is not None:
-        stored = partial(in_memory, plain_softmax)
-    if stored is not None:
-        options: dict[str, Any] = {"causal": causal, "scale": scale, "part": part}
-        return stored(query, key, value, bias=bias, dropout=dropout, **options)
+        context = _softcapped(query, key, value, bias, dropout, causal, scale, softcap, part)
+    elif (dropout and part is not None) or (
+        softmax is not None and (dropout or (bias is not None and bias.requires_grad))
+    ):
+        softmax = softmax or _plain_softmax
+        context = _stored(query, key, value, bias, dropout, causal, scale, softmax, part)
+    else:
+        context = _fused(query, key, value, bias, dropout, causal, scale)
+    return context if spans is None else spans.hide(context)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own."""
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1 and query.shape[2] == 1:
         # The heads of a single query that share keys are like several queries of one head.
@@ -177,25 +173,22 @@ def reference(
     )
 
 
-@masked
-def softcapped(
+def _softcapped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     bias: Tensor | None,
     dropout: float,
     causal: bool,
     scale: float | None,
-    softcap: float | None = None,
-    part: SequencePart | None = None,
+    softcap: float,
+    part: SequencePart | None,
 ) -> Tensor:
-    """Compute attention with a soft cap of the scores, which are stored; see `Attention`.
+    """Compute attention with a soft cap of the scores, which are stored.
 
     Cap and softmax are computed in fp32: c tanh in bf16 would be wrong by up to c / 512. The query
     heads that share keys are multiplied together, so that keys and values are not repeated.
     """
-    assert softcap is not None, "this kernel is chosen for models with a soft cap"
     (b, n, s, d), groups, keys = query.shape, key.shape[1], key.shape[2]
     scale = d**-0.5 if scale is None else scale
     grouped = query.reshape(b, groups, n // groups * s, d)
@@ -212,35 +205,18 @@ def softcapped(
     return (weights.view(b, groups, n // groups * s, keys) @ value).view(b, n, s, d)
 
 
-def plain_softmax(
-    scores: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    causal: bool = False,
-    dropout: float = 0.0,
-    part: SequencePart | None = None,
-) -> Tensor:
-    """Compute the attention weights with torch, see `ScaledMaskedSoftmax`."""
-    assert not causal, "the queries of a part have a bias"
-    scores = scores * scale
-    weights = (scores if bias is None else scores + bias).softmax(-1)
-    return drop(weights, dropout, part) if dropout else weights
-
-
-def in_memory(
-    softmax: ScaledMaskedSoftmax,
+def _stored(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     bias: Tensor | None,
     dropout: float,
     causal: bool,
     scale: float | None,
-    part: SequencePart | None = None,
+    softmax: ScaledMaskedSoftmax,
+    part: SequencePart | None,
 ) -> Tensor:
-    """Compute attention with two matmuls and a softmax between them, see `Attention`.
+    """Compute attention with two matmuls and a softmax between them.
 
     The weights are stored in the dtype of `query`.
     """
@@ -256,37 +232,31 @@ def in_memory(
     return weights @ value
 
 
-def _load_cpp() -> Attention:
-    return _cpp(None)
+def _plain_softmax(
+    scores: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+    dropout: float = 0.0,
+    part: SequencePart | None = None,
+) -> Tensor:
+    """Compute the attention weights with torch, see `ScaledMaskedSoftmax`."""
+    assert not causal, "the queries of a part have a bias"
+    scores = scores * scale
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    return drop(weights, dropout, part) if dropout else weights
 
 
-def _load_cpp_with_softmax() -> Attention:
-    from megacore.kernels.cpu.softmax import scaled_masked_softmax
+def _load_cpp(*, with_softmax: bool) -> Attention:
+    """Return the one-pass kernel of C++, and torch for dropout and biases.
 
-    return _cpp(scaled_masked_softmax)
-
-
-def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
-    """Return an implementation that uses the one-pass kernel without dropout and bias.
-
-    If there is a `softmax`, it is used for dropout and trained biases; torch computes the rest.
+    With the softmax of C++, it is used for dropout and trained biases.
     """
     from megacore.kernels.cpu.attention import attention, supports
+    from megacore.kernels.cpu.softmax import scaled_masked_softmax
 
-    @masked
-    def otherwise(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        bias: Tensor | None,
-        dropout: float,
-        **options: Any,
-    ) -> Tensor:
-        compute = reference
-        if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
-            compute = partial(in_memory, softmax)
-        return compute(query, key, value, bias=bias, dropout=dropout, **options)
+    softmax = scaled_masked_softmax if with_softmax else None
 
     def attend(
         query: Tensor,
@@ -302,7 +272,16 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         assert softcap is None, "this kernel is not chosen for models with a soft cap"
         if bias is None and not dropout and supports(query, key, value):
             return attention(query, key, value, **options)
-        return otherwise(query, key, value, bias=bias, dropout=dropout, part=part, **options)
+        return reference(
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            part=part,
+            softmax=softmax,
+            **options,
+        )
 
     return attend
 
@@ -396,14 +375,14 @@ IMPLEMENTATIONS = (
     Implementation[Attention](
         "cpp",
         "C++ with AVX-512, torch for biases",
-        _load_cpp_with_softmax,
+        partial(_load_cpp, with_softmax=True),
         _uncapped(cpp_obstacle_uncompiled),
         spanned=True,
     ),
     Implementation[Attention](
         "cpp",
         "C++ with AVX-512, torch for dropout and biases",
-        _load_cpp,
+        partial(_load_cpp, with_softmax=False),
         _uncapped(cpp_obstacle),
         spanned=True,
     ),
@@ -417,7 +396,7 @@ IMPLEMENTATIONS = (
         blocked=True,
     ),
     Implementation[Attention](
-        "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle
+        "plain", "torch with stored scores", lambda: reference, _softcap_obstacle
     ),
     Implementation[Attention]("plain", _TILED, _load_tiled, _tiles_obstacle, spanned=True),
     Implementation[Attention]("plain", _TORCH, lambda: reference, everywhere),

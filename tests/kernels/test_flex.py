@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from megacore.kernels.attention import reference, softcapped
+from megacore.kernels.attention import reference
 from megacore.kernels.flex import attention
 from megacore.kernels.spans import BLOCK, Spans
 from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
@@ -100,7 +100,7 @@ def test_it_equals_the_dense_mask(rules: dict[str, Any]) -> None:
 def test_it_equals_the_dense_mask_with_a_soft_cap() -> None:
     leaves = inputs(TOKENS)
     spans = Spans.of(TOKENS, TOKENS, device=CPU, **RULES["documents, window"])
-    expected = softcapped(
+    expected = reference(
         *leaves, bias=None, dropout=0.0, causal=False, scale=0.5, softcap=2.0, spans=spans
     )
     blocked = spans.blocked(TOKENS, TOKENS)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacore.kernels.attention import Attention, reference, softcapped
+from megacore.kernels.attention import reference
 from megacore.kernels.spans import Spans
 from megacore.models.layers.attention_bias import attention_mask
 
@@ -66,10 +66,9 @@ def test_padding_between_tokens_is_an_error() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_query_that_sees_nothing_has_output_and_gradient_zero(softcap: float | None) -> None:
-    attend: Attention = reference if softcap is None else softcapped
     query, key, value = (torch.randn(2, 2, 10, 4, requires_grad=True) for _ in range(3))
     spans = Spans.of(10, 10, causal=True, device=CPU, present=PRESENT)
-    context = attend(
+    context = reference(
         query,
         key,
         value,

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.attention import in_memory
+from megacore.kernels.attention import reference as plain_attention
 from megacore.kernels.cpu.common import runs_fp32
 from megacore.kernels.cpu.softmax import scaled_masked_softmax
 from tests.kernels.cpu._pointwise import both_types, check_compiled, check_threads, random
 from tests.kernels.cpu._pointwise import check as check_rounded
 
-attention = partial(in_memory, scaled_masked_softmax)
+attention = partial(plain_attention, softmax=scaled_masked_softmax)
 check = partial(check_rounded, rounding_tolerance=2e-3)
 
 
