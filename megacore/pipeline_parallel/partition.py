@@ -144,9 +144,7 @@ def _balanced(
     head_cost: float,
 ) -> tuple[int, ...]:
     """Return the balanced number of equal layers of each chunk; arguments as in `gpt_chunks`."""
-    costs = [layer_cost] * num_layers
-    parts = partition([costs], stages, chunks=chunks, last=head_cost)
-    return tuple(len(layers) for (layers,) in parts)
+    return partition([layer_cost] * num_layers, stages, chunks=chunks, last=head_cost)
 
 
 def t5_chunks(
@@ -207,7 +205,7 @@ def _t5_sizes(division: T5Stages, costs: Sequence[float], stages: range) -> Sequ
         return division.style[stages.start : stages.stop]
     if division.style == "uniform":
         return [len(costs) // len(stages)] * len(stages)
-    return [len(layers) for (layers,) in partition([costs], len(stages))]
+    return partition(costs, len(stages))
 
 
 def _ranges(sizes: Sequence[int]) -> list[range]:
@@ -316,13 +314,9 @@ def _candidates(model: ModelConfig, chunk: ModelChunk) -> Iterator[str]:
 
 
 def partition(
-    stacks: Sequence[Sequence[float]],
-    stages: int,
-    *,
-    chunks: int = 1,
-    last: float = 0.0,
-) -> list[tuple[range, ...]]:
-    """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
+    costs: Sequence[float], stages: int, *, chunks: int = 1, last: float = 0.0
+) -> tuple[int, ...]:
+    """Divide layers over `stages` x `chunks` parts, and return the number of layers of each.
 
     Part c is on stage c mod `stages`. The largest stage's cost is minimal; then the stages are as
     even as possible (by the sum of squares); then the same criteria apply to the parts. Among equal
@@ -331,33 +325,15 @@ def partition(
     between two parts improves it, which is also exact if all layers cost the same.
 
     Args:
-        stacks: cost of each layer of each stack, such as an encoder's and a decoder's.
+        costs: cost of each layer; there are at least as many as parts.
         stages: number of stages (pp).
         chunks: parts per stage (v).
         last: cost of the last part in addition to its layers; if positive, the last part may have
             no layers.
-
-    Returns:
-        For each part, the layers of each stack by their number in the stack, with empty ranges.
-
-    Raises:
-        ParallelLayoutError: there are fewer layers than parts.
     """
-    costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
-    if len(costs) < parts:
-        raise ParallelLayoutError(
-            f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1"
-        )
+    assert len(costs) >= stages * chunks, "each part needs a layer"
     problem = _Problem.of(costs, stages, chunks, last)
-    sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
-    starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
-    return [
-        tuple(
-            range(min(max(begin - start, 0), len(stack)), min(max(end - start, 0), len(stack)))
-            for start, stack in zip(starts, stacks, strict=True)
-        )
-        for begin, end in pairwise(accumulate(sizes, initial=0))
-    ]
+    return problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ def sizes_of(chunks: Sequence[ModelChunk]) -> tuple[int, ...]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_unequal_layers_are_divided_as_well_as_brute_force_does(stages: int, last: float) -> None:
     costs = [1.0, 2.5, 0.5, 3.0, 1.0, 1.0, 2.0, 0.25]
-    parts = partition([costs], stages, last=last)
-    sizes = tuple(len(layers) for (layers,) in parts)
+    sizes = partition(costs, stages, last=last)
     best = min(
         max(stage_costs(costs, each, stages, last)[0])
         for each in divisions(len(costs), stages, empty_last=last > 0)
@@ -106,24 +105,9 @@ def test_chunks_cover_the_model_in_order(stages: int, chunks: int) -> None:
     assert [chunk.has_head for chunk in model] == [False] * (stages * chunks - 1) + [True]
 
 
-def test_an_encoder_and_a_decoder_are_divided_in_order() -> None:
-    encoder, decoder = [1.0] * 6, [1.5] * 6
-    assert partition([encoder, decoder], 3) == [
-        (range(0, 5), range(0, 0)),
-        (range(5, 6), range(0, 3)),
-        (range(6, 6), range(3, 6)),
-    ]
-    for stages, chunks in ((2, 1), (4, 1), (2, 2), (2, 3)):
-        parts = partition([encoder, decoder], stages, chunks=chunks, last=2.0)
-        assert len(parts) == stages * chunks
-        for stack in range(2):
-            assert [layer for part in parts for layer in part[stack]] == list(range(6))
-
-
-def test_interleaved_stages_of_an_encoder_and_a_decoder_are_nearly_even() -> None:
+def test_interleaved_stages_of_unequal_layers_are_nearly_even() -> None:
     costs = [1.0] * 16 + [1.5] * 16
-    parts = partition([costs[:16], costs[16:]], 4, chunks=2, last=3.0)
-    loads, _ = stage_costs(costs, [sum(map(len, part)) for part in parts], 4, 3.0)
+    loads, _ = stage_costs(costs, partition(costs, 4, chunks=2, last=3.0), 4, 3.0)
     assert max(loads) - sum(loads) / 4 <= 0.5
 
 
@@ -174,11 +158,6 @@ def test_impossible_divisions_are_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(ParallelLayoutError, match=message):
         gpt_chunks(layers, stages, chunks, style)  # type: ignore[arg-type]
-
-
-def test_fewer_layers_than_parts_are_refused() -> None:
-    with pytest.raises(ParallelLayoutError, match="3 layers cannot be divided over 4 parts"):
-        partition([[1.0], [1.0, 1.0]], 2, chunks=2)
 
 
 def test_128_layers_over_64_chunks_are_balanced() -> None:
