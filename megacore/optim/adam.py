@@ -49,34 +49,12 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     )
 
 
-@dataclass(frozen=True)
-class ParamGroup:
-    """Parameters with the same hyperparameters."""
+def has_weight_decay(name: str, dimensions: int) -> bool:
+    """Return True if a parameter with this global name and number of dimensions decays.
 
-    names: tuple[str, ...]
-    """Global names of the parameters."""
-    decays: bool
-    """True if weight decay applies to them."""
-
-
-def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter decays.
-
-    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM. `parameter` must
-    have the dimensions of the model's parameter or of a tensor-parallel part of it, because they
-    decide; a flattened piece has lost them.
+    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
     """
-    return parameter.dim() > 1 and not name.endswith(".bias")
-
-
-def param_groups(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[ParamGroup, ...]:
-    """Divide parameters into those that decay and those that do not; omit empty groups."""
-    decayed: list[str] = []
-    undecayed: list[str] = []
-    for name, parameter in named_parameters:
-        (decayed if has_weight_decay(name, parameter) else undecayed).append(name)
-    groups = (ParamGroup(tuple(decayed), decays=True), ParamGroup(tuple(undecayed), decays=False))
-    return tuple(group for group in groups if group.names)
+    return dimensions > 1 and not name.endswith(".bias")
 
 
 @dataclass(frozen=True)
@@ -256,9 +234,11 @@ class MainWeightAdamW:
         self._replicas = self._mesh.data_parallel.size
         self._device = self._syncs[0].buckets[0].reduced.device
         self._counted = [run for sync in self._syncs for run in self._counted_runs(sync)]
-        parameters = [item for sync in self._syncs for item in sync.parameters.items()]
         self._decaying = frozenset(
-            name for group in param_groups(parameters) if group.decays for name in group.names
+            name
+            for sync in self._syncs
+            for name, parameter in sync.parameters.items()
+            if has_weight_decay(name, parameter.dim())
         )
         self._parts: list[MainWeights] = []
         for sync in self._syncs:
@@ -385,33 +365,26 @@ class MainWeightAdamW:
         self, weights: Iterable[MainWeight], lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
         """Update main weights by AdamW, those that decay first."""
+        optim = self._config
         groups: dict[bool, list[MainWeight]] = {True: [], False: []}
         for main in weights:
             groups[main.name in self._decaying].append(main)
         for decays, group in groups.items():
-            self._update(group, lr, weight_decay if decays else 0.0, divisor)
-
-    def _update(
-        self, weights: Sequence[MainWeight], lr: float, weight_decay: float, divisor: Tensor
-    ) -> None:
-        if not weights:
-            return
-        optim = self._config
-        self._adamw(
-            AdamTensors(
-                [main.weight for main in weights],
-                [main.gradient for main in weights],
-                [main.exp_avg for main in weights],
-                [main.exp_avg_sq for main in weights if main.exp_avg_sq is not None],
-                None
-                if weights[0].target is None
-                else [main.target for main in weights if main.target is not None],
-            ),
-            Hyperparameters(
-                lr, weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps
-            ),
-            divisor,
-        )
+            if not group:
+                continue
+            targets = [main.target for main in group if main.target is not None]
+            tensors = AdamTensors(
+                [main.weight for main in group],
+                [main.gradient for main in group],
+                [main.exp_avg for main in group],
+                [main.exp_avg_sq for main in group if main.exp_avg_sq is not None],
+                targets or None,
+            )
+            decay = weight_decay if decays else 0.0
+            values = Hyperparameters(
+                lr, decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps
+            )
+            self._adamw(tensors, values, divisor)
 
     def _counted_runs(self, sync: GradSync) -> Iterator[Tensor]:
         """Yield the gradients of `sync` that this rank, and no other, adds to the global norm."""

@@ -8,7 +8,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.optim.adam import MainWeightAdamW
+from megacore.optim.adam import MainWeightAdamW, has_weight_decay
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel.partition import Partition
 
@@ -27,6 +27,12 @@ def parameters() -> dict[str, nn.Parameter]:
 def gradients(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def test_only_matrices_that_are_no_bias_decay() -> None:
+    assert has_weight_decay("a.weight", 2)
+    assert not has_weight_decay("norm.weight", 1)
+    assert not has_weight_decay("a.bias", 2)
 
 
 class Optimized:

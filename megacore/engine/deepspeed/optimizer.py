@@ -15,7 +15,7 @@ from megacore.config.optim import LossScaleConfig, OptimConfig
 from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.engine.deepspeed.state import Moments, shape_of
 from megacore.models.stage import Stage
-from megacore.optim.adam import clip_divisor, param_groups
+from megacore.optim.adam import clip_divisor, has_weight_decay
 from megacore.optim.grad_scaler import LossScaleState
 from megacore.parallel.collectives import all_reduce
 
@@ -35,14 +35,10 @@ def make_adam(
         optim: betas and epsilon.
         compiled: True to use DeepSpeed's compiled CPU Adam, for offloaded parameters.
     """
-    shapes = {
-        name: torch.empty(shape_of(parameter), device="meta")
-        for name, parameter in parameters.items()
-    }
-    groups = [
-        {"params": [parameters[name] for name in group.names], _DECAYS: group.decays}
-        for group in param_groups(shapes.items())
-    ]
+    members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in parameters.items():
+        members[has_weight_decay(name, len(shape_of(parameter)))].append(parameter)
+    groups = [{"params": each, _DECAYS: decays} for decays, each in members.items() if each]
     values: dict[str, Any] = {
         "lr": 0.0,
         "betas": (optim.adam_beta1, optim.adam_beta2),
