@@ -158,7 +158,7 @@ class T5Model(Model):
             hidden = self.embedding(inputs.decoder_tokens, dropout_seed, part="decoder")
         assert hidden is not None
         length = inputs.decoder_tokens.shape[1]
-        memory_bias, memory_spans = attention_mask(
+        memory_mask = attention_mask(
             spanned=self._spanned,
             blocked=self._blocked and cache is None,
             queries=length,
@@ -170,9 +170,7 @@ class T5Model(Model):
         )
         keys = length if cache is None else cache.length + length
         bias = self._bias(self.decoder, length, hidden, keys=keys, causal=True)
-        shared = Shared(
-            bias, memory=memory, memory_bias=memory_bias, memory_spans=memory_spans, cache=cache
-        )
+        shared = Shared(bias, memory=memory, memory_masks=Shared(*memory_mask), cache=cache)
         hidden = self.decoder(hidden, dropout_seed, shared=shared)
         return self._drop_output(
             self.decoder,

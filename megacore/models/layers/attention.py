@@ -9,11 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
-from megacore.kernels.spans import Spans
 from megacore.models.layers.norm import make_head_norm, parameters_of
 from megacore.models.layers.shared import LayerSetup, Shared
 from megacore.parallel.context import dropout_part
-from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
+from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import context_parallel_region, seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megacore.tensor_parallel.mappings import (
@@ -79,17 +78,11 @@ class _Attention(nn.Module):
         key: Tensor,
         value: Tensor,
         dropout_seed: int | None,
-        bias: Tensor | None,
-        spans: Spans | None,
-        cp: ParallelGroup = SINGLE_RANK,
+        masks: Shared,
     ) -> Tensor:
         """Attend and project: q, k, v [b, n/t, s, d] (k, v per group) to [b, s, h]."""
-        return self._projected(
-            partial(self._attend, dropout_seed=dropout_seed, bias=bias, spans=spans, cp=cp),
-            query,
-            key,
-            value,
-        )
+        attend = partial(self._attend, dropout_seed=dropout_seed, masks=masks)
+        return self._projected(attend, query, key, value)
 
     def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Apply `attend` to its inputs, and project the result [b, n/t, s, d] to [b, s, h]."""
@@ -105,18 +98,16 @@ class _Attention(nn.Module):
         key: Tensor,
         value: Tensor,
         dropout_seed: int | None,
-        bias: Tensor | None,
-        spans: Spans | None,
-        cp: ParallelGroup,
+        masks: Shared,
     ) -> Tensor:
         """Map q, k, v to the attention output [b, n/t, s, d].
 
         With context parallelism keys and values are gathered here, so that selective recomputation
         keeps only this rank's.
         """
-        if cp.size > 1:
-            key, value = gather_from_context_parallel_region(key, value, cp)
-        return self._scores(query, key, value, dropout_seed, bias, spans, cp)
+        if masks.cp.size > 1:
+            key, value = gather_from_context_parallel_region(key, value, masks.cp)
+        return self._scores(query, key, value, dropout_seed, masks)
 
     def seed(self, dropout_seed: int | None) -> None:
         """Seed the dropout of this layer's attention for a micro batch; not part of a graph."""
@@ -128,36 +119,34 @@ class _Attention(nn.Module):
         key: Tensor,
         value: Tensor,
         dropout_seed: int | None,
-        bias: Tensor | None,
-        spans: Spans | None,
-        cp: ParallelGroup,
+        masks: Shared,
     ) -> Tensor:
         """Attend to all keys, with dropout in training.
 
         Fused kernels of GPUs draw in an order of their own, other ones by position.
         """
-        unmasked = bias is None and spans is None
+        unmasked = masks.bias is None and masks.spans is None
         attend = partial(
             self.attention,
             query,
             key,
             value,
-            bias=bias,
+            bias=masks.bias,
             causal=self.causal and unmasked and query.shape[2] == key.shape[2],
             scale=self.scale,
-            spans=spans,
+            spans=masks.spans,
         )
         if not (self.training and self.attention_dropout):
             return attend(dropout=0.0)
         if self.part is not None or self.recompute or not torch.compiler.is_compiling():
             self.seed(dropout_seed)
         with tensor_parallel_region(self.tp, query):
-            if cp.size == 1:
+            if masks.cp.size == 1:
                 return attend(dropout=self.attention_dropout)
             if query.is_cuda:
-                with context_parallel_region(cp, query):
+                with context_parallel_region(masks.cp, query):
                     return attend(dropout=self.attention_dropout)
-            _, part = dropout_part(query.shape[2], cp)
+            _, part = dropout_part(query.shape[2], masks.cp)
             return attend(dropout=self.attention_dropout, part=part)
 
 
@@ -229,7 +218,7 @@ class SelfAttention(_Attention):
             )
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
-        return self._context(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
+        return self._context(query, key, value, dropout_seed, shared)
 
     def attend(
         self,
@@ -246,7 +235,7 @@ class SelfAttention(_Attention):
         if self._takes_packed(shared):
             packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
             return self._attend_packed(packed, shared)
-        return self._scores(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
+        return self._scores(query, key, value, dropout_seed, shared)
 
     @property
     def local_groups(self) -> int:
@@ -342,15 +331,14 @@ class CrossAttention(_Attention):
     def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         assert shared.memory is not None
+        assert shared.memory_masks is not None
         query = self.query(x)
         project = partial(self._keys_and_values, shared.memory)
         key, value = (
             project() if shared.cache is None else shared.cache.memory(self.number, project)
         )
         query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
-        return self._context(
-            query, key, value, dropout_seed, shared.memory_bias, shared.memory_spans
-        )
+        return self._context(query, key, value, dropout_seed, shared.memory_masks)
 
     def _keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project the encoder's output [b, s_e, h] to keys and values [b, n/t, s_e, d]."""

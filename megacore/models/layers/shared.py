@@ -110,10 +110,8 @@ class Shared:
     """Cosines and sines [b or 1, 1, s, rotary_dim] of the rotation of queries and keys."""
     memory: Tensor | None = None
     """Encoder output [b, s_e, h] that a decoder's layers attend to, or this rank's part of it."""
-    memory_bias: Tensor | None = None
-    """Bias [b, 1, 1, s_e] of cross attention scores."""
-    memory_spans: Spans | None = None
-    """Keys that each token sees in cross attention, if `memory_bias` does not hide the others."""
+    memory_masks: "Shared | None" = None
+    """Values for cross attention: bias [b, 1, 1, s_e] or spans."""
     cache: KeyValueCache | None = None
     """Cache of keys and values, for generation."""
     cp: ParallelGroup = SINGLE_RANK
