@@ -1,14 +1,15 @@
 """Gradient summation over data-parallel ranks during the backward pass (Li et al. 2020).
 
 Flat buffers combine several parameters, and collectives work in place on them. If the replicas
-divide the optimizer state, a reduce-scatter replaces the all-reduce; if they also divide the
-gradients, buffers exist only until they are reduced.
+divide the optimizer state, a reduce-scatter replaces the all-reduce (`GradSync`); if they also
+divide the gradients, buffers exist only until they are reduced (`DividedGradSync`).
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,8 +92,8 @@ class Bucket:
     unit: int = 0
     """Number of the unit whose parameters these are."""
     buffer: Tensor | None = None
-    """Flat fp32 buffer of the gradients of this rank's samples; None while a temporary buffer does
-    not exist or is being reduced."""
+    """Flat fp32 buffer of the gradients of this rank's samples; None while that of divided
+    gradients does not exist or is being reduced."""
     expected: int | None = None
     """Number of contributions of one backward pass; None before the first pass has ended."""
     arrived: int = 0
@@ -106,42 +107,34 @@ Contributions = deque[Callable[[], None]]
 
 
 class _Sink:
-    """Implementation of `megacore.tensor_parallel.linear.GradSink`."""
+    """Implementation of `megacore.tensor_parallel.linear.GradSink` for one parameter."""
 
-    def __init__(
-        self,
-        gradient: Callable[[], Tensor],
-        add_product: WeightGradient,
-        contributed: Callable[[], None],
-        delayed: Callable[[], Contributions | None],
-    ) -> None:
-        self._gradient = gradient
-        self._delayed = delayed
-        self.add_product = add_product
-        self.accumulated = contributed
+    def __init__(self, sync: "GradSync", name: str) -> None:
+        self._sync, self._name = sync, name
+        self.add_product = sync.add_product
 
     @property
     def main_grad(self) -> Tensor:
         """Sum of all contributions since the last reduction."""
-        return self._gradient()
+        return self._sync.main_grad(self._name)
 
     @property
     def delays(self) -> bool:
         """True if `contribute` keeps functions for later."""
-        return self._delayed() is not None
+        return self._sync.delayed is not None
 
     def contribute(self, add: Callable[[], None]) -> None:
         """Call a function that adds one contribution to the main gradient, now or later."""
+        if self._sync.delayed is None:
+            add()
+            self._sync.contributed(self._name)
+            return
 
         def contribute() -> None:
             add()
-            self.accumulated()
+            self._sync.contributed(self._name)
 
-        contributions = self._delayed()
-        if contributions is None:
-            contribute()
-        else:
-            contributions.append(contribute)
+        self._sync.delayed.append(contribute)
 
 
 class GradSync:
@@ -156,14 +149,6 @@ class GradSync:
     From then on, a bucket is full when it has as many contributions. Every rank sends the buckets
     in the order in which the first iteration filled them on the first replica. So parameters that
     are used twice (tied weights) or not at all cause no delay, and collectives match on all ranks.
-
-    If the replicas divide the gradients, every backward pass is reduced instead of an iteration's
-    last one, and each rank adds the sums to its shards. The buffer of a bucket is then allocated
-    for its first contribution and freed when its sum is added. Before another one is allocated, all
-    sums but the newest are added: apart from buckets that wait for a second use of a parameter, two
-    or, where a layer fills two buckets in turn, three buffers exist. In the first pass, which
-    counts, the oldest buffer is reduced when a third one is needed, unless a parameter in it may be
-    used again. So a first pass, as after a resume, gives the same bits as a later one.
     """
 
     def __init__(
@@ -175,7 +160,6 @@ class GradSync:
         partial: frozenset[str] = frozenset(),
         shared: Mapping[str, ParallelGroup] | None = None,
         units: Sequence[Collection[str]] = (),
-        repeated: frozenset[str] = frozenset(),
         add_product: WeightGradient = reference,
     ) -> None:
         """Allocate the buckets and register hooks in autograd.
@@ -191,13 +175,12 @@ class GradSync:
                 `mesh.copies` over which their gradients are summed.
             units: names of parameters that share no bucket with others; the parameters that are
                 not named are one more unit.
-            repeated: parameters that a backward pass may add to more than once (tied embeddings).
             add_product: function that adds the weight gradients of linear layers to main gradients.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.shared = shared or {}
-        self._repeated = repeated
+        self.add_product = add_product
         self.replicas = mesh.data_context_parallel.size
         """Number of ranks over which `finish` sums: replicas x parts of a sequence. The optimizer,
         which scales gradients anyway, computes the mean over the replicas."""
@@ -207,14 +190,12 @@ class GradSync:
         """True if each replica keeps only its shard of the sum."""
         self.after_backward: Callable[[], None] = lambda: None
         """Function called after every `micro_step`."""
-        self._temporary = self.sharding.divides("gradients")
+        self.delayed: Contributions | None = None
+        """Contributions that layers leave for later; None if they add them at once."""
         self._dtype = _DTYPES[config.grad_reduce_dtype]
-        self._add_product = add_product
-        self._delayed: Contributions | None = None
         self._reduces = False
         self._order: list[Bucket] | None = None
         self._filled: list[str] = []
-        self._filling: list[Bucket] = []
         self._sums: deque[Bucket] = deque()
         self.launched = 0
         """Number of buckets whose communication has started in this iteration, or, with divided
@@ -225,16 +206,23 @@ class GradSync:
             for number, bucket in enumerate(self.buckets)
             for piece in bucket.layout.pieces
         }
-        self.gradients = {} if self._temporary else {name: self._view(name) for name in parameters}
+        self.gradients = {
+            name: piece.of(buffer).view(self.parameters[name].shape)
+            for name, (number, piece) in self._places.items()
+            if (buffer := self.buckets[number].buffer) is not None
+        }
         """Main gradients by name: fp32 views in the shapes of the parameters. Divided gradients
         have none."""
         for name in self._places:
             self._hook(name)
 
+    def main_grad(self, name: str) -> Tensor:
+        """Return the main gradient of a parameter, to which a contribution is added."""
+        return self.gradients[name]
+
     def zero(self) -> None:
         """Start a new iteration with gradients of zero."""
-        while self._sums:  # of an iteration without a `finish`
-            self._collect(self._sums[0])
+        self._collect_all()  # of an iteration without a `finish`
         torch._foreach_zero_(
             [bucket.reduced if bucket.buffer is None else bucket.buffer for bucket in self.buckets]
         )
@@ -248,16 +236,12 @@ class GradSync:
 
         Only the last one of an iteration sends full buckets, or every one if gradients are divided.
         """
-        self._reduces = last or self._temporary
-        if self._temporary:
-            self._start_counting()
+        self._reduces = last
         try:
             yield
         finally:
             self._reduces = False
         self.after_backward()
-        if self._temporary:
-            self._launch_rest()
 
     @contextmanager
     def delayed_contributions(self) -> Iterator[Contributions]:
@@ -265,11 +249,11 @@ class GradSync:
 
         The functions are called in their order, within another `micro_step`.
         """
-        self._delayed = Contributions()
+        self.delayed = Contributions()
         try:
-            yield self._delayed
+            yield self.delayed
         finally:
-            self._delayed = None
+            self.delayed = None
 
     def finish(self) -> None:
         """Wait until every main gradient is the sum over the replicas.
@@ -277,11 +261,26 @@ class GradSync:
         Parameters without a gradient count as zero. Each rank has the sum only of the part
         `reduced` of each bucket.
         """
-        if self.replicas > 1 and not self._temporary:
-            self._launch_rest()
-        while self._sums:
-            self._collect(self._sums[0])
+        if self.replicas > 1:
+            self._send_rest()
+        self._collect_all()
         self._sum_extra()
+
+    def contributed(self, name: str) -> None:
+        """Count a contribution of a pass that is reduced and send the buckets that it completes."""
+        if not self._reduces or self.replicas == 1:
+            return
+        bucket = self.buckets[self._places[name][0]]
+        assert bucket.pending is None, _late(bucket)
+        bucket.arrived += 1
+        if self._order is None:
+            self._filled.append(name)
+            return
+        while self.launched < len(self._order):
+            following = self._order[self.launched]
+            if following.arrived != following.expected:
+                break
+            self._send(following)
 
     def _plan(
         self, bucket_mb: float, partial: frozenset[str], units: Sequence[Collection[str]]
@@ -305,102 +304,51 @@ class GradSync:
     ) -> Bucket:
         layout = self.sharding.bucket(sizes)
         shard = self.sharding.updated(layout, self.mesh.data_context_parallel.rank)
-        device = self.parameters[next(iter(sizes))].device
-        length = len(shard) if self._temporary else layout.length
-        zeros = torch.zeros(length, dtype=torch.float32, device=device)
-        if self._temporary:
-            return Bucket(layout, shard, zeros, extra, unit)
-        return Bucket(layout, shard, zeros[shard.start : shard.stop], extra, unit, zeros)
+        reduced, buffer = self._memory(layout, shard, self.parameters[next(iter(sizes))].device)
+        return Bucket(layout, shard, reduced, extra, unit, buffer)
 
-    def _view(self, name: str) -> Tensor:
-        """Return a parameter's main gradient, for which a temporary buffer is allocated."""
-        number, piece = self._places[name]
-        bucket = self.buckets[number]
-        if bucket.buffer is None:
-            self._allocate(bucket)
-        assert bucket.buffer is not None
-        return piece.of(bucket.buffer).view(self.parameters[name].shape)
-
-    def _allocate(self, bucket: Bucket) -> None:
-        """Allocate the temporary buffer of a bucket."""
-        if bucket.pending is not None and self._order is not None:
-            assert bucket.arrived == 0, _late(bucket)  # the sum is one of the pass before
-        if self._order is None:
-            complete = [
-                each for each in self._filling if self._repeated.isdisjoint(each.layout.sizes)
-            ]
-            if len(complete) > 1:
-                self._launch(complete[:1])
-        while len(self._sums) > 1 or bucket.pending is not None:
-            self._collect(self._sums[0])
-        bucket.buffer = torch.zeros(
-            bucket.layout.length, dtype=torch.float32, device=bucket.reduced.device
-        )
-        self._filling.append(bucket)
+    def _memory(
+        self, layout: BucketLayout, shard: range, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the memory of a bucket's `reduced`, and of its buffer."""
+        buffer = torch.zeros(layout.length, dtype=torch.float32, device=device)
+        return buffer[shard.start : shard.stop], buffer
 
     def _hook(self, name: str) -> None:
         """Register hooks for gradients from autograd and from layers with a sink."""
         parameter = self.parameters[name]
-        persistent = self.gradients.get(name)
-
-        def gradient() -> Tensor:
-            return self._view(name) if persistent is None else persistent
 
         def accumulated(parameter: Tensor) -> None:
             if parameter.grad is None:  # a layer has added it to the sink
                 return
-            if parameter.grad is not persistent:
-                gradient().add_(parameter.grad)
+            if parameter.grad is not self.gradients.get(name):
+                self.main_grad(name).add_(parameter.grad)
                 parameter.grad = None
-            self._contributed(name)
+            self.contributed(name)
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-        parameter.grad_sink = _Sink(  # type: ignore[attr-defined]
-            gradient,
-            self._add_product,
-            lambda: self._contributed(name),
-            lambda: self._delayed,
-        )
+        parameter.grad_sink = _Sink(self, name)  # type: ignore[attr-defined]
 
     def _start_counting(self) -> None:
         for bucket in self.buckets:
             bucket.arrived = 0
         self.launched = 0
 
-    def _contributed(self, name: str) -> None:
-        """Count a contribution of a pass that is reduced and send the buckets that it completes."""
-        if not self._reduces or self.replicas == 1:
-            return
-        bucket = self.buckets[self._places[name][0]]
-        assert bucket.pending is None, _late(bucket)
-        bucket.arrived += 1
+    def _send_rest(self) -> None:
+        """Send the buckets that were not sent during backward passes."""
         if self._order is None:
-            if self._temporary and name not in self._repeated:
-                assert name not in self._filled, f"{name} has a second gradient and is not repeated"
-            self._filled.append(name)
-            return
-        full = self.launched
-        while full < len(self._order) and self._order[full].arrived == self._order[full].expected:
-            full += 1
-        self._launch(self._order[self.launched : full])
+            self._learn()
+        for bucket in (self._order or self.buckets)[self.launched :]:
+            self._send(bucket)
 
-    def _launch_rest(self) -> None:
-        """Send the buckets of a pass that were not sent during it."""
-        if self._order is not None:
-            self._launch(self._order[self.launched :])
-            return
-        if self._filled:
-            self._order = self._learn()
-        if self._temporary:  # the others are already sent, or have no gradients
-            self._launch(tuple(self._filling))
-        else:
-            self._launch(self._order or self.buckets)
+    def _learn(self) -> None:
+        """Store the number of contributions to each bucket and the order of the buckets.
 
-    def _learn(self) -> list[Bucket]:
-        """Store the number of contributions to each bucket and return the order of the buckets.
-
-        The order is that in which the first replica's buckets became full.
+        The order is that in which the first replica's buckets became full. Without contributions
+        nothing is learned.
         """
+        if not self._filled:
+            return
         completed = {self._places[name][0]: moment for moment, name in enumerate(self._filled)}
         self._filled.clear()
         for bucket in self.buckets:
@@ -409,40 +357,32 @@ class GradSync:
         agreed = torch.tensor(order, device=self.buckets[0].reduced.device)
         with self.mesh.time("data-parallel wait"):
             dist.broadcast(agreed, group=self.mesh.data_context_parallel.group, group_src=0)
-        return [self.buckets[number] for number in agreed.tolist()]
+        self._order = [self.buckets[number] for number in agreed.tolist()]
 
-    def _launch(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.buffer is None:
-                self._allocate(bucket)
-            bucket.pending = self._reduce(bucket)
-            self._sums.append(bucket)
-            if self._temporary:
-                self._filling.remove(bucket)
-                bucket.buffer = None  # the sum holds it
-        self.launched += len(buckets)
-
-    def _reduce(self, bucket: Bucket) -> Pending:
+    def _send(self, bucket: Bucket) -> None:
         """Start summing a bucket over the replicas, in the configured communication type."""
         assert bucket.buffer is not None
         start = start_reduce_scatter_ if self.sharded else start_all_reduce
-        group = self.mesh.data_context_parallel
-        if self._dtype == bucket.buffer.dtype:
-            return start(bucket.buffer, group)
-        converted = bucket.buffer.to(self._dtype)
-        total = start(converted, group)
-        if self._temporary:
-            return total
-        return Pending(group, (), lambda: bucket.reduced.copy_(total.wait()))
+        bucket.pending = start(bucket.buffer.to(self._dtype), self.mesh.data_context_parallel)
+        self._sums.append(bucket)
+        self.launched += 1
 
-    def _collect(self, bucket: Bucket) -> None:
-        """Wait for the sum of the bucket that was sent first, which frees a temporary buffer."""
-        assert self._sums.popleft() is bucket
+    def _collect(self) -> None:
+        """Wait for the sum of the bucket that was sent first."""
+        bucket = self._sums.popleft()
         assert bucket.pending is not None
         total = bucket.pending.wait()
         bucket.pending = None
-        if self._temporary:
-            bucket.reduced.add_(total)
+        self._store(bucket, total)
+
+    def _collect_all(self) -> None:
+        while self._sums:
+            self._collect()
+
+    def _store(self, bucket: Bucket, total: Tensor) -> None:
+        """Store the sum of a bucket, which is in place unless it has another type."""
+        if total.dtype != bucket.reduced.dtype:
+            bucket.reduced.copy_(total)
 
     def _sum_extra(self) -> None:
         """Sum partial gradients over tensor-parallel ranks, then shared gradients over stages.
@@ -458,6 +398,113 @@ class GradSync:
             ]
             for work in pending:
                 work.wait()
+
+
+class DividedGradSync(GradSync):
+    """Main gradients of which each replica keeps only its shards.
+
+    Every backward pass is reduced instead of an iteration's last one, and each rank adds the sums
+    to its shards. The buffer of a bucket is allocated for its first contribution and freed when its
+    sum is added. Before another one is allocated, all sums but the newest are added: apart from
+    buckets that wait for a second use of a parameter, two or, where a layer fills two buckets in
+    turn, three buffers exist. In the first pass, which counts, the oldest buffer is reduced when a
+    third one is needed, unless a parameter in it may be used again. So a first pass, as after a
+    resume, gives the same bits as a later one.
+    """
+
+    def __init__(self, *arguments: Any, repeated: frozenset[str], **options: Any) -> None:
+        """Allocate the shards and register hooks in autograd; other arguments as in `GradSync`.
+
+        A backward pass may add to the parameters `repeated` more than once (tied embeddings).
+        """
+        self._repeated = repeated
+        self._filling: list[Bucket] = []
+        super().__init__(*arguments, **options)
+
+    def main_grad(self, name: str) -> Tensor:
+        """Return the view of a parameter in its bucket's buffer, which is allocated for it."""
+        number, piece = self._places[name]
+        buffer = self._buffer(self.buckets[number])
+        return piece.of(buffer).view(self.parameters[name].shape)
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Surround one backward pass, or the weight gradients that it has delayed; reduce it."""
+        self._start_counting()
+        with super().micro_step(last=True):
+            yield
+        self._send_rest()
+
+    def finish(self) -> None:
+        """Wait until each shard has the sums of all backward passes."""
+        self._collect_all()
+        self._sum_extra()
+
+    def contributed(self, name: str) -> None:
+        """Count a contribution and send the buckets that it completes."""
+        if self._order is None and name not in self._repeated:
+            assert name not in self._filled, f"{name} has a second gradient and is not repeated"
+        super().contributed(name)
+
+    def _memory(
+        self, layout: BucketLayout, shard: range, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros(len(shard), dtype=torch.float32, device=device), None
+
+    def _buffer(self, bucket: Bucket) -> Tensor:
+        """Return the buffer of a bucket, which is allocated if there is none."""
+        if bucket.buffer is not None:
+            return bucket.buffer
+        if self._order is None:
+            complete = [
+                each for each in self._filling if self._repeated.isdisjoint(each.layout.sizes)
+            ]
+            if len(complete) > 1:
+                self._send(complete[0])
+        else:  # a sum in progress is one of the pass before
+            assert bucket.pending is None or bucket.arrived == 0, _late(bucket)
+        while len(self._sums) > 1 or bucket.pending is not None:
+            self._collect()
+        bucket.buffer = torch.zeros(
+            bucket.layout.length, dtype=torch.float32, device=bucket.reduced.device
+        )
+        self._filling.append(bucket)
+        return bucket.buffer
+
+    def _send_rest(self) -> None:
+        if self._order is not None:
+            super()._send_rest()
+            return
+        self._learn()
+        for bucket in tuple(self._filling):  # the others are already sent, or have no gradients
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._buffer(bucket)
+        super()._send(bucket)
+        self._filling.remove(bucket)
+        bucket.buffer = None  # the sum holds it
+
+    def _store(self, bucket: Bucket, total: Tensor) -> None:
+        bucket.reduced.add_(total)
+
+
+def build_grad_sync(
+    parameters: Mapping[str, nn.Parameter],
+    mesh: ProcessMesh,
+    config: ParallelConfig,
+    *,
+    repeated: frozenset[str] = frozenset(),
+    **options: Any,
+) -> GradSync:
+    """Return the main gradients for `config.data_parallel_sharding`.
+
+    The arguments are those of `GradSync` and, for divided gradients, of `DividedGradSync`.
+    """
+    sharding = Sharding.of(config.data_parallel_sharding, mesh.data_context_parallel.size)
+    if sharding.divides("gradients"):
+        return DividedGradSync(parameters, mesh, config, repeated=repeated, **options)
+    return GradSync(parameters, mesh, config, **options)
 
 
 def _late(bucket: Bucket) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.gather import FlatWeights, Unit, WeightGatherer
-from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.grad_sync import build_grad_sync
 from megacore.data_parallel.sharding import Sharding
 from megacore.engine.base import Engine, Reduced, Update, communication, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
@@ -57,7 +57,7 @@ class NativeEngine(Engine):
         ).divides("parameters")
         units = stage.units if divides else []
         self._syncs = [
-            GradSync(
+            build_grad_sync(
                 dict(chunk.named_parameters()),
                 stage.mesh,
                 config.parallel,

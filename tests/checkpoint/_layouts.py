@@ -14,7 +14,7 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import DataParallelSharding, ParallelConfig
-from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.grad_sync import build_grad_sync
 from megacore.errors import CheckpointError
 from megacore.optim.adam import MainWeightAdamW
 from megacore.parallel.mesh import ProcessMesh
@@ -82,7 +82,7 @@ def rank_tensors(
     }
     config = ParallelConfig(data_parallel_sharding=sharding, grad_reduce_bucket_mb=3e-4)
     shared = {"embedding": mesh.copies[0, 1]} if mesh.copies else {}
-    sync = GradSync(parameters, mesh, config, shared=shared)
+    sync = build_grad_sync(parameters, mesh, config, shared=shared)
     return MainWeightAdamW([sync], OptimConfig(lr=1.0), torch.float32, partitions).tensors()
 
 

@@ -23,8 +23,7 @@ class SinkProduct(torch.autograd.Function):
         dw = dy.T @ x if ctx.transposed else x.T @ dy
         if ctx.sink is None:
             return dx, dw, None
-        ctx.sink.main_grad.add_(dw)
-        ctx.sink.accumulated()
+        ctx.sink.contribute(lambda: ctx.sink.main_grad.add_(dw))
         return dx, None, None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megacore.checkpoint.shard import pieces_of
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
-from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.grad_sync import GradSync, build_grad_sync
 from megacore.observe.timers import Timers
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.muon import MainWeightMuon, RowParts
@@ -80,7 +80,7 @@ def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
     With a distributed optimizer they are sums only in this rank's shard.
     """
     model = Mixed()
-    sync = GradSync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
+    sync = build_grad_sync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
     sums = []
     for _ in range(2):
         backward(model, sync, seeds_of_replica(mesh))
@@ -138,7 +138,7 @@ def training(
 ) -> dict[str, Any]:
     """Run some iterations; return norms, the model's weights and this rank's optimizer state."""
     model = Mixed()
-    sync = GradSync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
+    sync = build_grad_sync(dict(model.named_parameters()), mesh, config, repeated=REPEATED)
     optimizer = MainWeightAdamW([sync], OPTIM, dtype)
     norms = []
     for iteration in range(ITERATIONS):
@@ -216,7 +216,7 @@ def muon(mesh: ProcessMesh, config: ParallelConfig, dtype: torch.dtype) -> dict[
     parameters = {
         name: nn.Parameter(part(name, drawn(name, [], shape))) for name, shape in MUON.items()
     }
-    sync = GradSync(parameters, mesh, config)
+    sync = build_grad_sync(parameters, mesh, config)
     optimizer = MainWeightMuon([sync], OPTIM, dtype, partitions, matrices=MATRICES)
     for step in range(3):
         sync.zero()
@@ -268,14 +268,14 @@ def reduce_and_step(
 ) -> dict[str, Any]:
     """Pass gradients to the sinks and make one step; return reduced gradients, norm and weights."""
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    sync = GradSync(parameters, mesh, config, **kinds)
+    sync = build_grad_sync(parameters, mesh, config, **kinds)
     partitions = {"rows": Partition(0, mesh.tensor_parallel.rank, 2)} if "rows" in shapes else {}
     optimizer = MainWeightAdamW([sync], OPTIM, torch.float32, partitions)
     sync.zero()
     with sync.micro_step(last=True):
         for name, parameter in parameters.items():
             parameter.grad_sink.main_grad.add_(contribution(mesh, name, shapes[name]))  # type: ignore[attr-defined]
-            parameter.grad_sink.accumulated()  # type: ignore[attr-defined]
+            sync.contributed(name)
     sync.finish()
     shards = {
         p.name: (p.start, p.gradient.clone().flatten())
