@@ -269,9 +269,7 @@ class Stage:
             fp64 [terms + POSITION_BUCKETS + sources, 2]: the losses in the order of `loss_names`,
             then `lm_loss` by position and by source; zeros on all stages but the last.
         """
-        work = _Scoring(
-            self, batches, totals or LossTotals(len(self.loss_names), None, self.device)
-        )
+        totals = totals or LossTotals(len(self.loss_names), None, self.device)
         for chunk in self.chunks:
             chunk.eval()
         try:
@@ -282,14 +280,14 @@ class Stage:
             )
             self._run(
                 passes_of_stage(schedule, self.mesh.pipeline_parallel.rank),
-                work,
+                _Scoring(self, batches, totals),
                 lambda message: self._shape(message, sizes[message.micro_batch]),
                 kind=("scoring", frozenset(sizes)),
             )
         finally:
             for chunk in self.chunks:
                 chunk.train()
-        return work.total
+        return totals.total
 
     def _shape(self, message: Message, samples: int, seq_length: int | None = None) -> torch.Size:
         """Return the shape of hidden states, or of their gradient for the previous chunk."""
@@ -331,7 +329,7 @@ class Stage:
         self._known.add(kind)
 
 
-class _Work:
+class _Work(StageWork):
     """Base class of the computations that the passes of a schedule run."""
 
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
@@ -435,28 +433,13 @@ class _Scoring(_Work):
         super().__init__(stage, batches)
         self._totals = totals
 
-    @property
-    def total(self) -> Tensor:
-        """Sums of all losses so far."""
-        return self._totals.total
-
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         """Return the chunk's hidden states, or the sums of all losses so far."""
         output = self._run(chunk, hidden, None)
         if isinstance(output, Tensor):
             return output
         self._totals.add(loss_sums(output))
-        return self.total
-
-    def backward(
-        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
-    ) -> None:
-        """Raise an error: the schedule only has forward passes."""
-        raise AssertionError("a forward-only schedule has a backward pass")
-
-    def weight_gradients(self, micro_batch: int, chunk: int) -> None:
-        """Raise an error: the schedule only has forward passes."""
-        raise AssertionError("a forward-only schedule has weight gradients")
+        return self._totals.total
 
 
 def layer_matrices(model: nn.Module) -> dict[str, RowParts]:

@@ -33,7 +33,6 @@ from megacore.pipeline_parallel.schedules import (
 AHEAD = 2
 """Most receives posted at any time: the current one, and the next, which is transferred at the same
 time."""
-_InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
 
 class Mailbox:
@@ -178,15 +177,21 @@ class StageWork(Protocol):
         self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
     ) -> None:
         """Backpropagate from `output`; `grad` is its gradient, None for a loss."""
-        ...
+        raise AssertionError("a forward-only schedule has a backward pass")
 
     def weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """Compute what a backward pass has delayed."""
-        ...
+        raise AssertionError("a forward-only schedule has weight gradients")
 
 
 class Executor:
     """Executor of one rank's part of a pipeline; with a single stage there are no messages."""
+
+    _work: StageWork
+    _mailbox: Mailbox
+    _in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
+    """Input and output of each forward pass that awaits its backward pass, by micro batch and
+    chunk. The graph keeps what it needs: the output can be freed as soon as it is sent."""
 
     def __init__(
         self, mesh: ProcessMesh, pipeline: Pipeline, dtype: torch.dtype, device: torch.device
@@ -220,57 +225,49 @@ class Executor:
             ahead: see `Mailbox`; must be 0 if a pass may be the first of its kind on this device.
         """
         receives = (self._pipeline.receive(self._stage, each) for each in stage.passes)
-        mailbox = Mailbox(
+        expected = [
+            (message, needed)
+            for message, needed in zip(receives, stage.dependencies, strict=True)
+            if message is not None
+        ]
+        backlog = None if torch.is_grad_enabled() else 2 * self._pipeline.stages
+        self._work, self._in_flight = work, {}
+        self._mailbox = Mailbox(
             self._mesh,
-            [
-                (message, needed)
-                for message, needed in zip(receives, stage.dependencies, strict=True)
-                if message is not None
-            ],
+            expected,
             shape,
             self._dtype,
             self._device,
             ahead=ahead,
-            backlog=None if torch.is_grad_enabled() else 2 * self._pipeline.stages,
+            backlog=backlog,
         )
-        in_flight: _InFlight = {}
         for each in stage.passes:
-            match each.direction:
-                case Direction.FORWARD:
-                    self._forward(each, work, mailbox, in_flight)
-                case Direction.BACKWARD:
-                    self._backward(each, work, mailbox, in_flight)
-                case Direction.WEIGHTS:
-                    work.weight_gradients(each.micro_batch, each.chunk)
-            mailbox.count_pass()
-        mailbox.close()
+            self._run_pass(each)
+            self._mailbox.count_pass()
+        self._mailbox.close()
 
-    def _forward(self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight) -> None:
-        hidden = self._receive(each, mailbox)
-        training = torch.is_grad_enabled()
-        if hidden is not None and training:
-            hidden.requires_grad_()
-        output = work.forward(each.micro_batch, each.chunk, hidden)
-        if training:
-            # The graph keeps what it needs: the output can be freed as soon as it is sent.
-            in_flight[each.micro_batch, each.chunk] = hidden, get_gradient_edge(output)
-        self._send(each, mailbox, output.detach())
-
-    def _backward(
-        self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight
-    ) -> None:
-        grad = self._receive(each, mailbox)
-        hidden, output = in_flight.pop((each.micro_batch, each.chunk))
-        work.backward(each.micro_batch, each.chunk, output, grad)
-        if hidden is not None:
-            assert hidden.grad is not None
-            self._send(each, mailbox, hidden.grad)
-
-    def _receive(self, each: Pass, mailbox: Mailbox) -> Tensor | None:
+    def _run_pass(self, each: Pass) -> None:
+        """Receive the message of a pass, compute it, and send its result."""
+        place = each.micro_batch, each.chunk
         message = self._pipeline.receive(self._stage, each)
-        return None if message is None else mailbox.receive(message)
-
-    def _send(self, each: Pass, mailbox: Mailbox, tensor: Tensor) -> None:
+        received = None if message is None else self._mailbox.receive(message)
+        result: Tensor | None = None
+        match each.direction:
+            case Direction.FORWARD:
+                training = torch.is_grad_enabled()
+                if received is not None and training:
+                    received.requires_grad_()
+                output = self._work.forward(*place, received)
+                if training:
+                    self._in_flight[place] = received, get_gradient_edge(output)
+                result = output.detach()
+            case Direction.BACKWARD:
+                hidden, edge = self._in_flight.pop(place)
+                self._work.backward(*place, edge, received)
+                result = None if hidden is None else hidden.grad
+            case Direction.WEIGHTS:
+                self._work.weight_gradients(*place)
         message = self._pipeline.send(self._stage, each)
         if message is not None:
-            mailbox.send(message, tensor)
+            assert result is not None
+            self._mailbox.send(message, result)
