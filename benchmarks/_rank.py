@@ -26,6 +26,7 @@ from megacore.config.spec import SpecialTokens
 from megacore.engine.build import build_engine
 from megacore.engine.native import DTYPES
 from megacore.kernels.choice import choose_kernels
+from megacore.kernels.implementation import Setting
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
@@ -117,7 +118,7 @@ def _same_model(config: RunConfig, dtype: torch.dtype) -> torch.nn.Module:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            kernels = choose_kernels(CPU, dtype, config=config.train.kernels)
+            kernels = choose_kernels(Setting(CPU, dtype), config=config.train.kernels)
             stage = Stage(
                 config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels
             )

@@ -361,11 +361,12 @@ def _attend(
     import torch
 
     from megacore.kernels.choice import choose_kernels, plain_kernels
+    from megacore.kernels.implementation import Setting
     from megacore.kernels.spans import Spans
 
     device, cuda = torch.device(device_type), device_type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    kernels = choose_kernels(device, dtype, compiled=cuda, masked=True)
+    kernels = choose_kernels(Setting(device, dtype, compiled=cuda, masked=True))
     chosen: Any = kernels.attention
     if cuda:
         chosen = torch.compile(chosen, dynamic=False)

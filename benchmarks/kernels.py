@@ -26,6 +26,7 @@ from megacore.config.load import parse_config
 from megacore.config.spec import SpecialTokens
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.kernels.implementation import Setting
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 from megacore.ranks.process import set_up_arithmetic
@@ -105,7 +106,7 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
     """Return the table rows and checks of one model."""
     model, operations = MODELS[name]
     chosen, plain = (
-        choose_kernels(torch.device(options.device), DTYPES[options.precision]),
+        choose_kernels(Setting(torch.device(options.device), DTYPES[options.precision])),
         plain_kernels(),
     )
     without = {

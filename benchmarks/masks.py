@@ -28,6 +28,7 @@ from megacore.config.load import parse_config
 from megacore.config.spec import SpecialTokens
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.kernels.implementation import Setting
 from megacore.kernels.spans import Spans
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -51,7 +52,7 @@ _CPU = torch.device("cpu")
 def passes(masks: str, options: argparse.Namespace) -> Callable[[], object]:
     """Return a function that runs attention forward and backward with one of MASKS."""
     dtype, tokens = DTYPES[options.precision], options.tokens
-    kernels = plain_kernels() if masks == "dense" else choose_kernels(_CPU, dtype)
+    kernels = plain_kernels() if masks == "dense" else choose_kernels(Setting(_CPU, dtype))
     random = torch.Generator().manual_seed(1)
     query, key, value, upstream = (
         torch.randn(1, HEADS, tokens, HEAD_SIZE, generator=random).to(dtype) for _ in range(4)
@@ -127,7 +128,7 @@ def step_memory(masks: str, tokens: int, options: argparse.Namespace) -> float:
         },
         origin="benchmarks/masks.py",
     )
-    kernels: Kernels = choose_kernels(_CPU, DTYPES[options.precision])
+    kernels: Kernels = choose_kernels(Setting(_CPU, DTYPES[options.precision]))
     if masks == "dense":
         kernels = replace(kernels, spanned=False)
     special, end = SpecialTokens(eod=VOCAB_SIZE - 1), VOCAB_SIZE - 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.kernels.implementation import Setting
 from megacore.models.base import Model
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
@@ -89,7 +90,10 @@ def _kinds(name: str) -> dict[str, tuple[Kernels, torch.dtype]]:
     """Return plain torch, and the kernels that are chosen for each type."""
     softcapped = "attn_logit_softcapping" in DECODERS[name]
     return {"plain": (plain_kernels(), torch.float32)} | {
-        str(dtype): (choose_kernels(torch.device("cpu"), dtype, softcapped=softcapped), dtype)
+        str(dtype): (
+            choose_kernels(Setting(torch.device("cpu"), dtype, softcapped=softcapped)),
+            dtype,
+        )
         for dtype in (torch.float32, torch.bfloat16)
     }
 

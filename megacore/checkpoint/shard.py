@@ -72,6 +72,13 @@ class DeferredTensor:
     """Function that reads the tensor. A save calls it once."""
 
 
+def part_of_rank(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
+    """Return a rank's weight in the form that a checkpoint takes; None if it is not divided."""
+    if partition is None:
+        return weight
+    return TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
+
+
 Tensors = Mapping[str, Tensor | TensorShard]
 """Tensors of a rank by global name."""
 SavedTensors = Mapping[str, Tensor | TensorShard | DeferredTensor]

@@ -138,9 +138,10 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
     import torch.distributed as dist
 
     from megacore.kernels.choice import choose_kernels
+    from megacore.kernels.implementation import Setting
 
     dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
-    accumulate = choose_kernels(device, dtype).weight_gradient
+    accumulate = choose_kernels(Setting(device, dtype)).weight_gradient
     rows: list[list[float]] = []
     # The speed of a machine changes: the rounds see it at different times.
     for turn in range(_ROUNDS):
@@ -190,9 +191,10 @@ def _attention(plan: Plan, device: Any, precision: str) -> list[list[float]]:
     import torch.distributed as dist
 
     from megacore.kernels.choice import choose_kernels
+    from megacore.kernels.implementation import Setting
 
     dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
-    packed = choose_kernels(device, dtype).packed_attention
+    packed = choose_kernels(Setting(device, dtype)).packed_attention
     rows = []
     for samples, heads, length, size in plan.attention:
         mixed = torch.randn(samples, length, heads, 3, size, device=device).to(dtype)

@@ -117,7 +117,7 @@ def _choose_kernels(
         masked=masks,
         flex_failure=_flex_failure(config, dtype, compiler) if masks else None,
     )
-    kernels = choose_kernels(**vars(setting), config=config.train.kernels)
+    kernels = choose_kernels(setting, config=config.train.kernels)
     return kernels, {"masks": _form_of_masks(config, kernels, setting)} if masks else {}
 
 

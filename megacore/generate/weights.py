@@ -3,17 +3,17 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import part_of_rank
 from megacore.errors import CheckpointError
 from megacore.jobs.model import ModelSource
 from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
-from megacore.tensor_parallel import Partition, partitions
+from megacore.tensor_parallel import partitions
 
 
 def load_model(
@@ -31,20 +31,11 @@ def load_model(
     else:
         parts = partitions(model)
         targets = {
-            WEIGHTS_PREFIX + name: _part(parameter.data, parts.get(name))
+            WEIGHTS_PREFIX + name: part_of_rank(parameter.data, parts.get(name))
             for name, parameter in model.named_parameters()
         }
         load_checkpoint(Path(source.directory), targets, prefix=WEIGHTS_PREFIX)
     return model.to(dtype).eval()
-
-
-def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
-    """Return `weight`, or its shard if the weight is divided over the ranks."""
-    return (
-        weight
-        if partition is None
-        else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
-    )
 
 
 def _take_export(model: nn.Module, directory: Path) -> None:

@@ -6,8 +6,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 from megacore.kernels import (
@@ -87,31 +85,16 @@ class Kernels:
     """Name of each operation's implementation, as in the log and the run's record."""
 
 
-def choose_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    compiled: bool = False,
-    softcapped: bool = False,
-    masked: bool = False,
-    flex_failure: str | None = None,
-    config: KernelsConfig | None = None,
-) -> Kernels:
+def choose_kernels(setting: Setting, *, config: KernelsConfig | None = None) -> Kernels:
     """Choose the configured implementation of each operation, for auto the first usable one.
 
     Args:
-        device: device of the model.
-        dtype: type in which the model computes.
-        compiled: True if layers go through `torch.compile`.
-        softcapped: True if the model has a soft cap of the attention scores.
-        masked: see `Setting`.
-        flex_failure: see `Setting`.
+        setting: properties of the run.
         config: value of `train.kernels`; None means auto for every operation.
 
     Raises:
         ConfigError: a configured implementation cannot run, or the C++ module is missing.
     """
-    setting = Setting(device, dtype, compiled, softcapped, masked, flex_failure)
     config = config or KernelsConfig()
     try:
         chosen = {

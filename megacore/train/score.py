@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.collective import RankGroup, verify_together
 from megacore.checkpoint.format import read_state, reading
 from megacore.checkpoint.load import load_checkpoint, names_of_all
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import part_of_rank
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
 from megacore.engine.native import DTYPES
@@ -26,6 +25,7 @@ from megacore.errors import DataFormatError
 from megacore.hardware import resolve_precision
 from megacore.jobs.run import EvaluateJob
 from megacore.kernels.choice import choose_kernels
+from megacore.kernels.implementation import Setting
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity, source_line
@@ -62,16 +62,18 @@ class CheckpointScorer:
             special_tokens=job.special_tokens,
             device=device,
             kernels=choose_kernels(
-                device,
-                DTYPES[precision],
-                softcapped=job.config.model.attn_logit_softcapping is not None,
+                Setting(
+                    device,
+                    DTYPES[precision],
+                    softcapped=job.config.model.attn_logit_softcapping is not None,
+                ),
                 config=job.config.train.kernels.for_evaluation,
             ),
         )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}
         """Weights in fp32, the precision of checkpoints."""
-        self._names = names_of_all(f"model.{name}" for name in self._weights)
+        self._names = names_of_all(f"{WEIGHTS_PREFIX}{name}" for name in self._weights)
         for parameter in parameters.values():
             parameter.data = parameter.data.to(DTYPES[precision])
         self._splits = {
@@ -94,8 +96,10 @@ class CheckpointScorer:
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
+        partitions = self._stage.partitions
         weights = {
-            f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()
+            f"{WEIGHTS_PREFIX}{name}": part_of_rank(weight, partitions.get(name))
+            for name, weight in self._weights.items()
         }
         with reading(checkpoint):
             self._mesh.beat("verify")
@@ -182,15 +186,6 @@ class CheckpointScorer:
             yield (
                 fields.labels if fields.loss_mask is None else fields.labels[fields.loss_mask]
             ).numpy()
-
-    def _part(self, name: str, weight: Tensor) -> Tensor | TensorShard:
-        """Return a weight in the form that the checkpoint loader takes."""
-        partition = self._stage.partitions.get(name)
-        return (
-            weight
-            if partition is None
-            else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
-        )
 
     def _disagreement(self, checkpoint: Path, valid_ppl: float, samples: int) -> str | None:
         """Describe how `valid_ppl` differs from what training measured for this checkpoint.

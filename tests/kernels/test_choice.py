@@ -37,8 +37,8 @@ POINTWISE = {
 
 def test_every_operation_is_named_and_has_a_callable() -> None:
     for kernels in (
-        choose_kernels(CPU, torch.float32),
-        choose_kernels(CPU, torch.bfloat16),
+        choose_kernels(Setting(CPU, torch.float32)),
+        choose_kernels(Setting(CPU, torch.bfloat16)),
         plain_kernels(),
     ):
         assert set(kernels.names) == set(Kernels.__dataclass_fields__) - {
@@ -64,7 +64,7 @@ def test_types_and_cpus_without_kernels_use_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for dtype in (torch.float16, torch.float64):
-        names = dict(choose_kernels(CPU, dtype).names)
+        names = dict(choose_kernels(Setting(CPU, dtype)).names)
         assert all(name.startswith("torch") for name in names.values()), names
     monkeypatch.setattr(common, "runs_fp32", lambda: False)
     monkeypatch.setattr(common, "runs_bf16", lambda: False)
@@ -72,12 +72,12 @@ def test_types_and_cpus_without_kernels_use_torch(
     for operation in ("attention", "packed_attention"):
         plain[operation] += ", masks in tiles"
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_kernels(CPU, dtype).names == plain
+        assert choose_kernels(Setting(CPU, dtype)).names == plain
 
 
 @pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
 def test_a_cpu_with_avx512_bf16_uses_the_cpp_kernels() -> None:
-    names = choose_kernels(CPU, torch.bfloat16).names
+    names = choose_kernels(Setting(CPU, torch.bfloat16)).names
     for operation in (
         "attention",
         "packed_attention",
@@ -89,7 +89,9 @@ def test_a_cpu_with_avx512_bf16_uses_the_cpp_kernels() -> None:
 
 
 def test_installed_apex_is_the_first_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any("apex" in name for name in choose_kernels(CPU, torch.float32).names.values())
+    assert not any(
+        "apex" in name for name in choose_kernels(Setting(CPU, torch.float32)).names.values()
+    )
     for name in ("amp_C", "fused_weight_gradient_mlp_cuda"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     has_apex.cache_clear()
@@ -115,7 +117,7 @@ def test_a_module_that_is_not_compiled_is_reported(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ConfigError, match=r"_kernels'\): install megacore again.*train\.kernels to plain"
     ):
-        choose_kernels(CPU, torch.float32)
+        choose_kernels(Setting(CPU, torch.float32))
 
 
 def test_cpu_capabilities_are_not_queried_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +250,16 @@ def test_the_configuration_has_the_options_of_every_operation() -> None:
 
 @pytest.mark.skipif(not common.runs_fp32(), reason="this CPU has no AVX-512")
 def test_each_operation_has_its_own_choice() -> None:
-    automatic = choose_kernels(CPU, torch.float32)
-    plain = choose_kernels(CPU, torch.float32, config=KernelsConfig.model_validate("plain"))
+    automatic = choose_kernels(Setting(CPU, torch.float32))
+    plain = choose_kernels(
+        Setting(CPU, torch.float32), config=KernelsConfig.model_validate("plain")
+    )
     for name, group in choice._CHOSEN_TOGETHER.items():
         if name == "weight_gradient":
             continue  # torch is the automatic choice in fp32
-        chosen = choose_kernels(CPU, torch.float32, config=KernelsConfig(**{name: "plain"}))
+        chosen = choose_kernels(
+            Setting(CPU, torch.float32), config=KernelsConfig(**{name: "plain"})
+        )
         for operation in chosen.names:
             expected = plain if operation in group else automatic
             assert chosen.names[operation] == expected.names[operation]
@@ -264,7 +270,7 @@ def test_each_operation_has_its_own_choice() -> None:
     assert plain.names == dict(plain_kernels().names) | attentions
     # torch.compile makes torch's norm the automatic choice; a configured one stays.
     compiled = {"compiled": True, "config": KernelsConfig(norm="cpp", attention="cpp")}
-    names = choose_kernels(CPU, torch.float32, **compiled).names
+    names = choose_kernels(Setting(CPU, torch.float32, **compiled)).names
     assert names["rms_norm"] == "C++ with AVX-512"
     assert names["attention"] == "C++ with AVX-512, torch for dropout and biases"
 
@@ -305,17 +311,19 @@ def test_an_implementation_that_cannot_run_is_refused(
     with pytest.raises(
         ConfigError, match=rf"train\.kernels\.{name} is {option}, .* here: .*{reason}"
     ):
-        choose_kernels(device, dtype, compiled=compiled, config=config)
+        choose_kernels(Setting(device, dtype, compiled=compiled), config=config)
 
 
 def test_a_soft_cap_of_the_scores_chooses_a_kernel_that_has_it() -> None:
-    names = choose_kernels(CPU, torch.float32, softcapped=True).names
+    names = choose_kernels(Setting(CPU, torch.float32, softcapped=True)).names
     assert names["attention"] == "torch with stored scores"
     with pytest.raises(
         ConfigError, match=r"attention is cpp, .*: it has no soft cap .*attn_logit_softcapping"
     ):
-        choose_kernels(CPU, torch.float32, softcapped=True, config=KernelsConfig(attention="cpp"))
-    uncapped = choose_kernels(CPU, torch.float32, config=KernelsConfig(attention="plain"))
+        choose_kernels(
+            Setting(CPU, torch.float32, softcapped=True), config=KernelsConfig(attention="cpp")
+        )
+    uncapped = choose_kernels(Setting(CPU, torch.float32), config=KernelsConfig(attention="plain"))
     assert uncapped.names["attention"].startswith("torch scaled_dot_product_attention")
 
 
@@ -327,7 +335,7 @@ def test_a_configured_kernel_names_the_missing_instructions(
 ) -> None:
     monkeypatch.setattr(common, "runs", lambda dtype: False)
     with pytest.raises(ConfigError, match=rf"norm is cpp.*this CPU has no {instructions};"):
-        choose_kernels(CPU, dtype, config=KernelsConfig(norm="cpp"))
+        choose_kernels(Setting(CPU, dtype), config=KernelsConfig(norm="cpp"))
 
 
 def test_compiled_cross_entropy_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,4 +344,4 @@ def test_compiled_cross_entropy_needs_a_compiler(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "compile", fail)
     with pytest.raises(ConfigError, match=r"does not work here \(RuntimeError: no compiler\);"):
-        choose_kernels(CPU, torch.float32, config=KernelsConfig(cross_entropy="compiled"))
+        choose_kernels(Setting(CPU, torch.float32), config=KernelsConfig(cross_entropy="compiled"))

@@ -14,6 +14,7 @@ from megacore.config.spec import ModelSpec
 from megacore.config.train import KernelsConfig
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
+from megacore.kernels.implementation import Setting
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
 from megacore.models.layers.shared import KeyValueCache
@@ -45,7 +46,7 @@ def build(
 
 def chosen(model_spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Kernels:
     softcapped = model_spec.model.attn_logit_softcapping is not None
-    kernels = choose_kernels(torch.device("cpu"), dtype, softcapped=softcapped)
+    kernels = choose_kernels(Setting(torch.device("cpu"), dtype, softcapped=softcapped))
     assert kernels.names["attention"].startswith("torch" if softcapped else "C++")
     return kernels
 
@@ -82,8 +83,7 @@ def test_losses_and_gradients_of_mixed_kernels_equal_plain_torch(name: str) -> N
     model_spec = spec(name, **DROPOUT)
     model_input = _families.given(model_spec)
     mixed = choose_kernels(
-        torch.device("cpu"),
-        torch.float32,
+        Setting(torch.device("cpu"), torch.float32),
         config=KernelsConfig(attention="plain", norm="cpp", cross_entropy="plain", dropout="cpp"),
     )
     expected = _families.backward([build(model_spec, plain_kernels())], model_input, dropout_seed=5)

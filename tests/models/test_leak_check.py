@@ -12,6 +12,7 @@ from megacore.engine.build import Compiler
 from megacore.errors import LeakError
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_fp32
+from megacore.kernels.implementation import Setting
 from megacore.kernels.spans import Spans
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
@@ -30,7 +31,7 @@ def kernels(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Kernels
     softcapped = "attn_logit_softcapping" in DECODERS[name]
     if kind == "plain":
         return plain_kernels()
-    return choose_kernels(CPU, dtype, softcapped=softcapped)
+    return choose_kernels(Setting(CPU, dtype, softcapped=softcapped))
 
 
 def model(

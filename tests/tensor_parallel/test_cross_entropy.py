@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.kernels.choice import choose_kernels
+from megacore.kernels.implementation import Setting
 from megacore.tensor_parallel import linear_cross_entropy
 from tests._gpt_ranks import Sink
 from tests._tensor_ranks import LARGE, LOSSES, VOCAB, ids, joined, random
@@ -53,7 +54,7 @@ def test_losses_and_gradients_equal_torch_cross_entropy(
 
 
 def test_labels_of_sequences_of_one_token_may_be_a_view_with_gaps() -> None:
-    kernel = choose_kernels(torch.device("cpu"), torch.float32).cross_entropy
+    kernel = choose_kernels(Setting(torch.device("cpu"), torch.float32)).cross_entropy
     hidden, weight = random("x", 8, 1, 6).float(), random("w", VOCAB, 6).float()
     labels = ids(8, 2)[:, 1:]
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, kernel=kernel)

@@ -11,6 +11,7 @@ from megacore.kernels.attention import reference as attention_reference
 from megacore.kernels.choice import choose_kernels, plain_kernels
 from megacore.kernels.cpu.attention import attention, packed_attention, supports, supports_packed
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
+from megacore.kernels.implementation import Setting
 from megacore.kernels.spans import Spans
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -333,7 +334,7 @@ def test_operators_match_their_schemas(dtype: torch.dtype) -> None:
 )
 def test_unsupported_shapes_are_left_to_torch(shape: tuple[int, ...]) -> None:
     mixed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    actual = choose_kernels(torch.device("cpu"), FP32).packed_attention(
+    actual = choose_kernels(Setting(torch.device("cpu"), FP32)).packed_attention(
         mixed, causal=True, scale=None
     )
     torch.testing.assert_close(
