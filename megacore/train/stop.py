@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Literal
 
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.workspace import STOP_FILE
+from megacore.config.train import TrainConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 
 StopReason = Literal["signal", "exit_duration", "stop_file", "exit_interval"]
@@ -25,25 +26,9 @@ _LOOK_INTERVAL = 1.0
 """Seconds between two checks for the stop file, which may be on a slow file system."""
 
 
-class Limits(Protocol):
-    """Limits of a run: options of its configuration that end it."""
-
-    @property
-    def train_iters(self) -> int:
-        """Number of iterations of the whole run."""
-
-    @property
-    def exit_duration_minutes(self) -> float | None:
-        """Minutes after which the run stops; None means never."""
-
-    @property
-    def exit_interval(self) -> int | None:
-        """Number of iterations at whose multiples the run stops; None means never."""
-
-
 @dataclass(frozen=True)
 class StopLimits:
-    """`Limits` of a run whose configuration has other names for them."""
+    """Limits of a run whose configuration has other names for them than `TrainConfig`."""
 
     train_iters: int
     exit_duration_minutes: float | None = None
@@ -57,7 +42,12 @@ class StopRequest:
     """
 
     def __init__(
-        self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None
+        self,
+        config: TrainConfig | StopLimits,
+        run_directory: Path,
+        *,
+        rank: int,
+        started: float | None = None,
     ) -> None:
         """Create the request; no stop is requested yet.
 
