@@ -142,24 +142,18 @@ class Engine(ABC):
 
     @abstractmethod
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number.
-
-        Runs without dropout and gradients.
+        """Add the sums of the losses to `totals`, and return them all, without dropout.
 
         Args:
             batches: ids [b, width] on the engine's device for each of this rank's micro batches.
             sizes: b of each micro batch.
-            totals: sums of earlier micro batches, to which those of these are added; None for
-                none, and no losses by source.
+            totals: sums of earlier micro batches.
 
         Returns:
-            fp64 [terms + POSITION_BUCKETS + sources, 2], the losses in the order of `loss_names`,
-                then `lm_loss` by position and by source; zeros on all pipeline stages but the last.
+            fp64 [terms + POSITION_BUCKETS + sources, 2], see `LossTotals`; the losses are in the
+                order of `loss_names`. Only the last pipeline stage adds anything.
         """
 
     @abstractmethod

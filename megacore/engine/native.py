@@ -168,15 +168,9 @@ class NativeEngine(Engine):
         )
 
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return the sum of each loss and its number of values, and `lm_loss` by position.
-
-        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
-        """
+        """Add the sums of the losses to `totals`, and return them all, without dropout."""
         if self._gatherer is None:
             return self._stage.loss_sum(batches, sizes, totals)
         passes = torch.tensor(len(sizes), device=self.device)

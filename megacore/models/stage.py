@@ -251,25 +251,20 @@ class Stage:
 
     @torch.inference_mode()
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return, for each loss, the sum and the number of the values that count, without dropout.
+        """Add the sums of the losses to `totals`, and return them all, without dropout.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
                 `reads_tokens`.
             sizes: samples (b) of each micro batch.
-            totals: sums of earlier micro batches, to which those of these are added; None for
-                none, and no losses by source.
+            totals: sums of earlier micro batches.
 
         Returns:
-            fp64 [terms + POSITION_BUCKETS + sources, 2]: the losses in the order of `loss_names`,
-            then `lm_loss` by position and by source; zeros on all stages but the last.
+            fp64 [terms + POSITION_BUCKETS + sources, 2], see `LossTotals`; the losses are in the
+            order of `loss_names`. Only the last stage adds anything.
         """
-        totals = totals or LossTotals(len(self.loss_names), None, self.device)
         for chunk in self.chunks:
             chunk.eval()
         try:

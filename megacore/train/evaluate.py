@@ -113,17 +113,9 @@ class Scored(Protocol):
         ...
 
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return the sum and the token count of each loss, of `lm_loss` by position and source.
-
-        The result is fp64 [terms + POSITION_BUCKETS + sources, 2]. `batches` has the ids [b, width]
-        of micro batches, `sizes` the b of each; they are added to `totals`. See
-        `megacore.engine.base.Engine`.
-        """
+        """Add the sums of the losses to `totals`, see `megacore.engine.base.Engine`."""
         ...
 
 

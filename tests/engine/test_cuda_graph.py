@@ -21,6 +21,7 @@ from megacore.engine.build import Compiler, build_engine
 from megacore.engine.cuda_graph import WARM_UP, MicroBatchGraph
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
+from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
@@ -163,7 +164,8 @@ def iterations(engine: NativeEngine) -> list[Any]:
         update = engine.update(1e-2, 0.1)
         results.append((update.losses, str(update.grad_norm), update.applied, engine.loss_scale))
         # An evaluation in between computes without the graph.
-        results.append(engine.loss_sum(iter(tokens), [2] * count).tolist())
+        totals = LossTotals(len(engine.loss_names), None, engine.device)
+        results.append(engine.loss_sum(iter(tokens), [2] * count, totals).tolist())
     weights = engine.tensors()
     return [*results, {name: tensor for name, tensor in weights.items() if tensor is not None}]
 

@@ -16,6 +16,7 @@ from megacore.config.run import RunConfig
 from megacore.engine.base import Engine, Update
 from megacore.engine.build import build_engine
 from megacore.engine.deepspeed.operators import load_operators, operator_is_built
+from megacore.models.base import LossTotals
 from megacore.optim.grad_scaler import DynamicLossScaler
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
@@ -128,7 +129,10 @@ def cases_of_one_rank(root: Path) -> dict[str, Any]:
         still_alive()
     results["kernels"] = engine.kernels
     results["first"], results["second"] = (
-        engine.loss_sum(iter(BATCHES), [2] * 4) for _ in range(2)
+        engine.loss_sum(
+            iter(BATCHES), [2] * 4, LossTotals(len(engine.loss_names), None, engine.device)
+        )
+        for _ in range(2)
     )
     results["reports"] = [
         engine.reads_tokens,

@@ -19,7 +19,7 @@ from megacore.engine.native import NativeEngine
 from megacore.kernels import choice
 from megacore.kernels.choice import plain_kernels
 from megacore.kernels.implementation import Implementation
-from megacore.models.base import POSITION_BUCKETS
+from megacore.models.base import POSITION_BUCKETS, LossTotals
 from megacore.models.build import build_model
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -205,7 +205,12 @@ def test_evaluation_has_no_dropout_and_no_gradient() -> None:
     engine = build(
         "fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5})
     )
-    first, second = (engine.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
+    first, second = (
+        engine.loss_sum(
+            iter(TOKENS), [2, 2, 2, 2], LossTotals(len(engine.loss_names), None, engine.device)
+        )
+        for _ in range(2)
+    )
     assert (first.shape, first.dtype) == ((1 + POSITION_BUCKETS, 2), torch.float64)
     assert first[0, 1] == TOKENS[..., 1:].numel()
     assert torch.equal(first, second)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError
+from megacore.models.base import LossTotals
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.models.inputs import MaskRules, ModelInput, input_rules
@@ -198,7 +199,8 @@ def test_only_labels_that_count_enter_the_loss() -> None:
     config = _runs.config(data={"eod_mask_loss": True, "add_extra_token": False})
     stage = Stage(config, 32, ProcessMesh.serial(), special_tokens=SpecialTokens(eod=EOD))
     batches = [torch.tensor([[1, EOD, 2, 5, -1], [4, 4, EOD, -1, -1]]), torch.full((1, 5), -1)]
-    (total, count), *_ = stage.loss_sum(iter(batches), [2, 1]).tolist()
+    totals = LossTotals(1, None, stage.device)
+    (total, count), *_ = stage.loss_sum(iter(batches), [2, 1], totals).tolist()
     model = stage.chunks[0].eval()
     with torch.no_grad():
         losses = loss_of(

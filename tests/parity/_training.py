@@ -256,7 +256,8 @@ def _observed(case: Case, seed: int) -> dict[str, Tensor]:
     indices = _micro_batches(run_config, mesh, 0)
     engine.forward_backward(_read(data, indices), [1] * len(indices))
     update = engine.update(1e-3, 0.0)
-    scored = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
+    totals = LossTotals(len(engine.loss_names), None, engine.device)
+    scored = engine.loss_sum(_read(data, indices), [len(each) for each in indices], totals)
     results = {"losses": torch.tensor(update.losses), "losses by position": scored}
     for name, tensor in engine.tensors().items():
         parts = {"": tensor} if isinstance(tensor, Tensor) else tensor.pieces

@@ -61,12 +61,8 @@ class Model:
         self.reads_tokens = reads_tokens
 
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        assert totals is not None
         for size, tokens in zip(sizes, batches, strict=True):
             assert len(tokens) == size
             # every third label does not count, so that samples have different numbers of tokens
@@ -212,10 +208,7 @@ def test_an_error_between_rounds_ends_the_evaluation(data: Path) -> None:
 
     class Counted(MaskedModel):
         def loss_sum(
-            self,
-            batches: Iterator[Tensor],
-            sizes_of: Sequence[int],
-            totals: LossTotals | None = None,
+            self, batches: Iterator[Tensor], sizes_of: Sequence[int], totals: LossTotals
         ) -> Tensor:
             sizes.append(len(sizes_of))
             return super().loss_sum(batches, sizes_of, totals)
@@ -244,10 +237,7 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
 
     class MiddleStage(Model):
         def loss_sum(
-            self,
-            batches: Iterator[Tensor],
-            sizes: Sequence[int],
-            totals: LossTotals | None = None,
+            self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
         ) -> Tensor:
             assert next(batches, None) is None
             micro_batch_sizes.append(list(sizes))

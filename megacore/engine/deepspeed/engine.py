@@ -296,16 +296,9 @@ class DeepSpeedEngine(DeepSpeedBase):
         return len(self._losses)
 
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return the sum of each loss and its number of values, by position and by source too.
-
-        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
-        """
-        totals = totals or LossTotals(len(self.loss_names), None, self.device)
+        """Add the sums of the losses to `totals`, and return them all, without dropout."""
         padding = 0
         if self._zero_stage == 3:
             # Each pass gathers weights from all replicas, also from those without a further sample.

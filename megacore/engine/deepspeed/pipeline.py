@@ -115,15 +115,9 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         return len(self._seeds)
 
     def loss_sum(
-        self,
-        batches: Iterator[Tensor],
-        sizes: Sequence[int],
-        totals: LossTotals | None = None,
+        self, batches: Iterator[Tensor], sizes: Sequence[int], totals: LossTotals
     ) -> Tensor:
-        """Return the sum of each loss and its number of values, and `lm_loss` by position.
-
-        fp64 [terms + POSITION_BUCKETS + sources, 2]. Dropout is off.
-        """
+        """Add the sums of the losses to `totals`, and return them all, without dropout."""
         return self._stage.loss_sum(batches, sizes, totals)
 
     def _module(self) -> Any:
