@@ -24,7 +24,10 @@ PROPOSALS = 3
 
 @dataclass(frozen=True, order=True)
 class ParallelLayout:
-    """Sizes of a parallel layout."""
+    """Sizes of a layout that a configuration requests, with the chunks of each stage.
+
+    The places of its ranks are in `parallel.rank_layout.RankLayout`.
+    """
 
     tensor: int = 1
     """Number of tensor-parallel ranks (tp)."""
@@ -40,17 +43,12 @@ class ParallelLayout:
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int | None) -> "ParallelLayout":
         """Return the layout that a configuration requests, with one replica if `ranks` is None."""
-        tensor, pipeline = (
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-        )
-        data = 1 if ranks is None else max(1, ranks // parallel.ranks_per_replica)
         return cls(
-            tensor,
-            pipeline,
-            parallel.virtual_pipeline_model_parallel_size,
-            data,
-            parallel.context_parallel_size,
+            tensor=parallel.tensor_model_parallel_size,
+            pipeline=parallel.pipeline_model_parallel_size,
+            virtual=parallel.virtual_pipeline_model_parallel_size,
+            data=1 if ranks is None else max(1, ranks // parallel.ranks_per_replica),
+            context=parallel.context_parallel_size,
         )
 
     @property

@@ -28,7 +28,10 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Sizes of the kinds of parallelism; their product is the number of ranks."""
+    """Sizes of the kinds of parallelism; their product is the number of ranks.
+
+    `parallel.mesh.ProcessMesh` has their process groups.
+    """
 
     data: int = 1
     """Number of replicas, each with a separate part of the batch (dp)."""

@@ -191,14 +191,8 @@ def _delayed(config: RunConfig, layout: RankLayout) -> RunConfig | None:
         return None
     section = parallel.model_copy(update={"delay_weight_gradients": True})
     changed = config.model_copy(update={"parallel": section})
-    sizes = ParallelLayout(
-        layout.tensor,
-        layout.pipeline,
-        parallel.virtual_pipeline_model_parallel_size,
-        layout.data,
-        layout.context,
-    )
-    return None if refused(changed, sizes) else changed
+    refusal = refused(changed, ParallelLayout.of(section, layout.world_size))
+    return None if refusal else changed
 
 
 def _content(chunk: ModelChunk) -> str:
