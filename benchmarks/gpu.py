@@ -374,7 +374,7 @@ def _attend(
     documents = (torch.arange(tokens, device=device) // (tokens // 8))[None]
     spans = Spans.of(tokens, tokens, causal=True, device=device, documents=documents)
     dense = spans.bias(tokens, dtype)
-    if kernels.blocked:
+    if kernels.masks == "blocks":
         spans = spans.blocked(tokens, tokens)
     leaves = [
         torch.randn(1, 16, tokens, 64, dtype=dtype, device=device, requires_grad=True)

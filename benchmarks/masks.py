@@ -130,7 +130,7 @@ def step_memory(masks: str, tokens: int, options: argparse.Namespace) -> float:
     )
     kernels: Kernels = choose_kernels(Setting(_CPU, DTYPES[options.precision]))
     if masks == "dense":
-        kernels = replace(kernels, spanned=False)
+        kernels = replace(kernels, masks="dense")
     special, end = SpecialTokens(eod=VOCAB_SIZE - 1), VOCAB_SIZE - 1
     stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=special, kernels=kernels)
     engine = NativeEngine(stage, config, options.precision)

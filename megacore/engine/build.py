@@ -164,9 +164,9 @@ def _form_of_masks(config: RunConfig, kernels: Kernels, setting: Setting) -> str
     """Return the form of the masks for the run's record, with the reason if they are dense."""
     dropout = config.model.attention_dropout
     alibi = config.model.position_embedding_type == "alibi"
-    if kernels.blocked:
+    if kernels.masks == "blocks":
         return "spans in blocks"
-    if kernels.spanned and not dropout and not alibi:
+    if kernels.masks == "spans" and not dropout and not alibi:
         return "spans"
     if config.train.kernels.attention == "plain":
         return "dense (train.kernels.attention is plain)"

@@ -377,14 +377,14 @@ IMPLEMENTATIONS = (
         "C++ with AVX-512, torch for biases",
         partial(_load_cpp, with_softmax=True),
         _uncapped(cpp_obstacle_uncompiled),
-        spanned=True,
+        masks="spans",
     ),
     Implementation[Attention](
         "cpp",
         "C++ with AVX-512, torch for dropout and biases",
         partial(_load_cpp, with_softmax=False),
         _uncapped(cpp_obstacle),
-        spanned=True,
+        masks="spans",
     ),
     Implementation[Attention](
         "flex",
@@ -392,13 +392,12 @@ IMPLEMENTATIONS = (
         _load_flex,
         flex_obstacle,
         lambda setting: setting.masked,
-        spanned=True,
-        blocked=True,
+        masks="blocks",
     ),
     Implementation[Attention](
         "plain", "torch with stored scores", lambda: reference, _softcap_obstacle
     ),
-    Implementation[Attention]("plain", _TILED, _load_tiled, _tiles_obstacle, spanned=True),
+    Implementation[Attention]("plain", _TILED, _load_tiled, _tiles_obstacle, masks="spans"),
     Implementation[Attention]("plain", _TORCH, lambda: reference, everywhere),
 )
 PACKED = (

@@ -24,7 +24,7 @@ from megacore.kernels.adamw import AdamW
 from megacore.kernels.attention import Attention, PackedAttention
 from megacore.kernels.cross_entropy import CrossEntropy
 from megacore.kernels.dropout import BiasDropoutAdd, Dropout
-from megacore.kernels.implementation import Implementation, Setting, first_usable
+from megacore.kernels.implementation import Implementation, MaskForm, Setting, first_usable
 from megacore.kernels.norm import LayerNorm, RMSNorm
 from megacore.kernels.rope import Rotate
 from megacore.kernels.sum_of_squares import SumOfSquares
@@ -77,10 +77,8 @@ class Kernels:
     weight_gradient: WeightGradient
     optimizer: AdamW
     sum_of_squares: SumOfSquares
-    spanned: bool
-    """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
-    blocked: bool
-    """True if the spans must have blocks, and may have ALiBi's slopes."""
+    masks: MaskForm
+    """Form of the masks that attention takes, where it has neither bias nor dropout."""
     names: Mapping[str, str]
     """Name of each operation's implementation, as in the log and the run's record."""
 
@@ -150,13 +148,8 @@ def plain_kernels() -> Kernels:
 
 
 def _kernels(names: dict[str, str], **callables: Any) -> Kernels:
-    attentions = [each for each in attention.IMPLEMENTATIONS if each.name == names["attention"]]
-    return Kernels(
-        spanned=any(each.spanned for each in attentions),
-        blocked=any(each.blocked for each in attentions),
-        names=MappingProxyType(names),
-        **callables,
-    )
+    forms = {each.name: each.masks for each in attention.IMPLEMENTATIONS}
+    return Kernels(masks=forms[names["attention"]], names=MappingProxyType(names), **callables)
 
 
 def summary(names: Mapping[str, str]) -> str:

@@ -4,13 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 F = TypeVar("F")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+MaskForm = Literal["dense", "spans", "blocks"]
+"""Form of a mask of attention: a bias, `Spans`, or spans with blocks, which may have ALiBi's
+slopes."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,8 @@ class Implementation(Generic[F]):
     preferred: Callable[[Setting], bool] = lambda setting: True
     """Function that returns True if the implementation, where it runs, is better than the ones
     after it."""
-    spanned: bool = False
-    """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
-    blocked: bool = False
-    """True if the spans must have blocks, and may have ALiBi's slopes."""
+    masks: MaskForm = "dense"
+    """Form of the masks that attention takes, where it has neither bias nor dropout."""
 
     def usable(self, setting: Setting) -> bool:
         """Return True if the automatic choice may take this implementation in a setting."""

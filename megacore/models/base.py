@@ -14,9 +14,10 @@ from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.kernels.cross_entropy import softcapped
+from megacore.kernels.implementation import MaskForm
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
-from megacore.models.layers.shared import LayerSetup
+from megacore.models.layers.shared import KeyValueCache, LayerSetup
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.context import positions_of_rank
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
@@ -269,15 +270,12 @@ class Model(nn.Module, ABC):
     def _build(self, setup: LayerSetup) -> None:
         """Add the modules between the embedding and the output layer."""
 
-    @property
-    def _spanned(self) -> bool:
-        """True if attention takes spans without a dense mask."""
-        return self.kernels.spanned and not (self.training and self.model.attention_dropout)
-
-    @property
-    def _blocked(self) -> bool:
-        """True if the spans must have blocks, and may have ALiBi's slopes."""
-        return self._spanned and self.kernels.blocked
+    def _mask_form(self, cache: KeyValueCache | None = None) -> MaskForm:
+        """Return the form of attention's masks; that of queries after cached keys has no blocks."""
+        if self.training and self.model.attention_dropout:
+            return "dense"
+        form = self.kernels.masks
+        return "spans" if form == "blocks" and cache is not None else form
 
     @property
     def _embeds(self) -> bool:

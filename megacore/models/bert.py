@@ -108,8 +108,7 @@ class BertModel(Model):
         assert hidden is not None
         length = inputs.tokens.shape[1]
         mask = attention_mask(
-            spanned=self._spanned,
-            blocked=self._blocked,
+            form=self._mask_form(),
             queries=length,
             keys=length,
             causal=False,

@@ -138,6 +138,7 @@ class GPTModel(Model):
         """
         model, device = self.model, like.device
         queries, rotary = positions_of_rank(length, self.cp, device), None
+        form = self._mask_form()
         if self._rotary is not None:
             whole = positions_of(0, length, device) if position_ids is None else position_ids
             rotary = self._rotary.tables(whole, like.dtype, queries)
@@ -147,9 +148,9 @@ class GPTModel(Model):
             spans = Spans.of(
                 length, length, causal=True, device=device, documents=documents, window=window
             ).at(queries)
-            if not self._spanned:
+            if form == "dense":
                 return spans.bias(length, like.dtype), None
-            return None, spans.blocked(len(queries), length) if self._blocked else spans
+            return None, spans.blocked(len(queries), length) if form == "blocks" else spans
 
         if model.window_attn_skip_freq is None:
             return Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
@@ -187,8 +188,7 @@ class GPTModel(Model):
             rotary = self._rotary.tables(position_ids, like.dtype)
         mask = partial(
             attention_mask,
-            spanned=self._spanned,
-            blocked=self._blocked and cache is None,
+            form=self._mask_form(cache),
             softcapped=model.attn_logit_softcapping is not None,
             queries=queries,
             keys=keys,

@@ -159,8 +159,7 @@ class T5Model(Model):
         assert hidden is not None
         length = inputs.decoder_tokens.shape[1]
         memory_mask = attention_mask(
-            spanned=self._spanned,
-            blocked=self._blocked and cache is None,
+            form=self._mask_form(cache),
             queries=length,
             keys=inputs.tokens.shape[1],
             causal=False,

@@ -209,18 +209,18 @@ def test_masks_in_compiled_layers_on_a_gpu_choose_flex(
     config = masked(sections)
     kernels, forms = _choose_kernels(config, GPU, torch.bfloat16, gpu_compiler(config))
     assert forms.get("masks") == form
-    assert kernels.blocked == (form == BLOCKS)
-    assert ("FlexAttention" in kernels.names["packed_attention"]) == kernels.blocked
+    assert (kernels.masks == "blocks") == (form == BLOCKS)
+    assert ("FlexAttention" in kernels.names["packed_attention"]) == (form == BLOCKS)
     assert len(trials) == expected_trials
     if form is not None:  # the planner's prediction
-        assert Activations(config, 2, "cuda")._blocked == kernels.blocked
+        assert Activations(config, 2, "cuda")._blocked == (form == BLOCKS)
 
 
 def test_a_cpu_tries_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "try_out", None)
     compiler: Any = SimpleNamespace(works=True, device=CPU, compile=None)
     kernels, forms = _choose_kernels(masked(DOCUMENTS), CPU, torch.float32, compiler)
-    assert not kernels.blocked
+    assert kernels.masks != "blocks"
     assert forms["masks"] == "spans"
 
 
@@ -233,7 +233,7 @@ def test_where_flex_does_not_compile_masks_are_dense(
     monkeypatch.setattr(flex, "try_out", fail)
     config = masked(DOCUMENTS)
     kernels, forms = _choose_kernels(config, GPU, torch.bfloat16, gpu_compiler(config))
-    assert not kernels.blocked
+    assert kernels.masks != "blocks"
     reason = "it does not compile here: no such instruction"
     assert forms["masks"] == f"dense (FlexAttention is not used: {reason})"
     assert "runs without torch.compile" not in caplog.text

@@ -43,8 +43,7 @@ def test_every_operation_is_named_and_has_a_callable() -> None:
     ):
         assert set(kernels.names) == set(Kernels.__dataclass_fields__) - {
             "names",
-            "spanned",
-            "blocked",
+            "masks",
         }
         for operation, name in kernels.names.items():
             assert name

@@ -113,7 +113,7 @@ def test_it_equals_the_dense_bias_of_alibi(queries: int) -> None:
     rules: dict[str, Any] = {"queries": queries, "keys": TOKENS, "dtype": torch.float32}
     rules |= {"device": CPU, "causal": True, "documents": DOCUMENTS, "slopes": alibi_slopes(4)}
     bias, _ = attention_mask(**rules)
-    nothing, spans = attention_mask(**rules, spanned=True, blocked=True)
+    nothing, spans = attention_mask(**rules, form="blocks")
     assert nothing is None
     assert bias is not None
     assert spans is not None
@@ -131,8 +131,8 @@ def test_it_equals_the_dense_mask_on_a_rank_with_a_part_of_each_sequence(rank: i
 
 
 def test_a_mask_that_fused_attention_has_is_no_mask() -> None:
-    rules: dict[str, Any] = {"queries": 8, "keys": 8, "causal": True, "spanned": True}
-    rules |= {"dtype": torch.float32, "device": CPU, "blocked": True}
+    rules: dict[str, Any] = {"queries": 8, "keys": 8, "causal": True, "form": "blocks"}
+    rules |= {"dtype": torch.float32, "device": CPU}
     assert attention_mask(**rules) == (None, None)
     _, spans = attention_mask(**rules, softcapped=True)  # which has no soft cap
     assert spans is not None

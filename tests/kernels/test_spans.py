@@ -123,7 +123,7 @@ def test_masks_of_documents_allocate_memory_in_proportion_to_the_tokens(window: 
                 device=CPU,
                 documents=documents,
                 window=window,
-                spanned=spanned,
+                form="spans" if spanned else "dense",
             )
         return allocations
 

@@ -120,10 +120,10 @@ def test_memory_grows_with_the_tokens() -> None:
 
 def test_cpus_take_spans_unless_weights_are_dropped_or_capped() -> None:
     kernels = choose_kernels(Setting(CPU, torch.float16))
-    assert kernels.spanned
+    assert kernels.masks == "spans"
     assert kernels.names["attention"] == kernels.names["packed_attention"]
     assert kernels.names["attention"].endswith("masks in tiles")
-    assert not choose_kernels(Setting(CPU, torch.float16, softcapped=True)).spanned
+    assert choose_kernels(Setting(CPU, torch.float16, softcapped=True)).masks == "dense"
     gpu = Setting(torch.device("cuda"), torch.float16)
     assert "tiles" not in first_usable(IMPLEMENTATIONS, gpu)[0]
     (query, key, value), _ = inputs(TOKENS, 4, torch.float32)

@@ -171,7 +171,7 @@ def leaking(request: pytest.FixtureRequest) -> Model:
         return chosen.attention(*parts, spans=spans, bias=bias, **rest)
 
     masks, parts = request.param
-    faulty = replace(chosen, attention=attend, spanned=masks == "spans")
+    faulty = replace(chosen, attention=attend, masks="spans" if masks == "spans" else "dense")
     cp = ParallelGroup(None, 0, parts)
     return _families.model(_families.spec("llama"), kernels=faulty, cp=cp).float()
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.kernels.implementation import MaskForm
 from megacore.kernels.spans import Spans
 from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import Partition
@@ -30,8 +31,7 @@ def attention_mask(
     window: int | None = None,
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
-    spanned: bool = False,
-    blocked: bool = False,
+    form: MaskForm = "dense",
     softcapped: bool = False,
 ) -> tuple[Tensor | None, Spans | None]:
     """Return the attention bias, or its spans if there is only a mask.
@@ -51,8 +51,7 @@ def attention_mask(
         slopes: ALiBi's slopes [n/t] (Press et al. 2021, arXiv:2108.12409): the decrease of a head's
             scores per token of distance.
         learned: learned bias [1, n/t, queries, keys].
-        spanned: True if the kernel takes spans without a dense mask.
-        blocked: True if the spans must have blocks, and may have ALiBi's slopes.
+        form: form of masks that the kernel takes.
         softcapped: True if the scores have a soft cap, for which no kernel has its own causal mask.
 
     Returns:
@@ -62,7 +61,7 @@ def attention_mask(
     causal = causal and queries > 1  # a single query is at the end, and sees all keys
     rules: dict[str, Any] = {"documents": documents, "present": present, "window": window}
     masked = any(rule is not None for rule in rules.values())
-    if spanned and blocked and learned is None:
+    if form == "blocks" and learned is None:
         partial = causal and (queries < keys or softcapped)
         if not (masked or partial or slopes is not None):
             return None, None
@@ -72,7 +71,7 @@ def attention_mask(
         partial = causal and queries < keys
         if not (masked or partial):
             return None, None
-        if spanned:
+        if form != "dense":
             return None, Spans.of(queries, keys, causal=causal, device=device, **rules)
         if documents is None and window is None and present is not None and not causal:
             return _additive(present[:, None, None, :], dtype), None
