@@ -6,7 +6,7 @@ Valid layouts, and those nearest to an invalid one, are found by arithmetic only
 import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed import user_settings_of
@@ -22,7 +22,7 @@ PROPOSALS = 3
 """Maximum number of layouts that a refusal proposes."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
     """Sizes of a layout that a configuration requests, with the chunks of each stage.
 
@@ -41,7 +41,7 @@ class ParallelLayout:
     """Number of parts of each sequence (cp)."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: int | None) -> "ParallelLayout":
+    def of(cls, parallel: ParallelConfig, ranks: int | None) -> Self:
         """Return the layout that a configuration requests, with one replica if `ranks` is None."""
         return cls(
             tensor=parallel.tensor_model_parallel_size,
@@ -142,7 +142,8 @@ def nearest_layouts(
         if data in (None, layout.data) and refused(config, layout, padded_vocab_size) is None
     ]
     return sorted(
-        possible, key=lambda each: (round(each.distance(asked), 6), each.data, each.virtual, each)
+        possible,
+        key=lambda each: (round(each.distance(asked), 6), each.data, each.virtual, each.tensor),
     )[:PROPOSALS]
 
 
@@ -155,8 +156,13 @@ def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[Paralle
         for pipeline in divisors(shared // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
             for virtual in range(1, max(1, most) + 1):
-                data = shared // (tensor * pipeline)
-                yield ParallelLayout(tensor, pipeline, virtual, data, asked.context)
+                yield ParallelLayout(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual=virtual,
+                    data=shared // (tensor * pipeline),
+                    context=asked.context,
+                )
 
 
 def divisors(number: int) -> list[int]:

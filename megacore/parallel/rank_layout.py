@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.layouts import ParallelLayout
 from megacore.errors import ParallelLayoutError
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -27,20 +28,11 @@ class Coordinate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankLayout:
-    """Sizes of the kinds of parallelism; their product is the number of ranks.
+class RankLayout(ParallelLayout):
+    """Sizes of a parallel layout, and the place of each rank in it.
 
     `parallel.mesh.ProcessMesh` has their process groups.
     """
-
-    data: int = 1
-    """Number of replicas, each with a separate part of the batch (dp)."""
-    pipeline: int = 1
-    """Number of stages of consecutive layers (pp)."""
-    tensor: int = 1
-    """Number of parts of each layer (tp)."""
-    context: int = 1
-    """Number of parts of each sequence (cp)."""
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -34,9 +34,7 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
             check_deepspeed(config, layout.data)
     except ValueError as error:
         raise ParallelLayoutError(str(error)) from error
-    return RankLayout(
-        data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor, context=layout.context
-    )
+    return RankLayout.of(config.parallel, ranks)
 
 
 def ranks_per_host(launch: LaunchConfig, ranks: int) -> int:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
-from megacore.config.layouts import ParallelLayout, refused
+from megacore.config.layouts import refused
 from megacore.config.run import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
@@ -191,8 +191,7 @@ def _delayed(config: RunConfig, layout: RankLayout) -> RunConfig | None:
         return None
     section = parallel.model_copy(update={"delay_weight_gradients": True})
     changed = config.model_copy(update={"parallel": section})
-    refusal = refused(changed, ParallelLayout.of(section, layout.world_size))
-    return None if refusal else changed
+    return None if refused(changed, layout) else changed
 
 
 def _content(chunk: ModelChunk) -> str:

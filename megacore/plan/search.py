@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megacore.config.deepspeed import user_settings_of, zero_of
-from megacore.config.layouts import ParallelLayout, divisors, refused
+from megacore.config.layouts import divisors, refused
 from megacore.config.parallel import ZERO_STAGES
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
@@ -290,10 +290,7 @@ class _Space:
         )
         if key not in self.checked:
             self.checked[key] = choice.applied(self.config)
-        layout = ParallelLayout(
-            choice.tensor, choice.pipeline, choice.virtual, choice.data, choice.context
-        )
-        refusal = refused(self.checked[key], layout, self.padded)
+        refusal = refused(self.checked[key], choice.layout, self.padded)
         if refusal is None:
             return False
         kind = tuple(sorted(set(_NAMES.findall(refusal.problem))))

@@ -81,7 +81,11 @@ class Choice:
     def layout(self) -> RankLayout:
         """Sizes of the kinds of parallelism."""
         return RankLayout(
-            data=self.data, pipeline=self.pipeline, tensor=self.tensor, context=self.context
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual=self.virtual,
+            data=self.data,
+            context=self.context,
         )
 
     @property

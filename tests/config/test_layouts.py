@@ -409,8 +409,8 @@ def test_possible_layouts_are_accepted(changes: dict[str, Any]) -> None:
 
 def test_the_padded_vocabulary_is_checked_if_known() -> None:
     config = make(tp=3, ranks=3)
-    assert check_layout(config, 3) == ParallelLayout(3, 1, 1, 1)
-    assert check_layout(config, 3, padded_vocab_size=384) == ParallelLayout(3, 1, 1, 1)
+    assert check_layout(config, 3) == ParallelLayout(tensor=3)
+    assert check_layout(config, 3, padded_vocab_size=384) == ParallelLayout(tensor=3)
     message = (
         r"the padded vocabulary of 512 entries is not a multiple of "
         r"parallel\.tensor_model_parallel_size 3: set model\.make_vocab_size_divisible_by \(now "
@@ -423,12 +423,12 @@ def test_the_padded_vocabulary_is_checked_if_known() -> None:
 def test_nearest_layouts_are_the_closest_that_work() -> None:
     config = make(train__global_batch_size=24, model__num_query_groups=4)
     for requested in (
-        ParallelLayout(8, 1, 1, 3),
-        ParallelLayout(1, 6, 1, 4),
-        ParallelLayout(3, 2, 2, 4),
+        ParallelLayout(tensor=8, data=3),
+        ParallelLayout(pipeline=6, data=4),
+        ParallelLayout(tensor=3, pipeline=2, virtual=2, data=4),
     ):
         layouts = [
-            ParallelLayout(tp, pp, v, 24 // (tp * pp))
+            ParallelLayout(tensor=tp, pipeline=pp, virtual=v, data=24 // (tp * pp))
             for tp, pp, v in itertools.product(range(1, 25), range(1, 25), range(1, 13))
             if 24 % (tp * pp) == 0 and (v == 1 or requested.virtual > 1)
         ]
@@ -441,7 +441,8 @@ def test_nearest_layouts_are_the_closest_that_work() -> None:
             <= sorted(other.distance(requested) for other in working)[2]
         )
         assert nearest[0].distance(requested) == min(other.distance(requested) for other in working)
-    assert nearest_layouts(config, ParallelLayout(2, 2, 1, 6), 24)[0] == ParallelLayout(2, 2, 1, 6)
+    valid = ParallelLayout(tensor=2, pipeline=2, data=6)
+    assert nearest_layouts(config, valid, 24)[0] == valid
 
 
 @pytest.mark.parametrize(
@@ -505,7 +506,7 @@ def test_sequences_that_cannot_be_divided_are_refused(
 
 def test_ranks_that_divide_sequences_are_no_replicas() -> None:
     config = make(tp=2, ranks=8, parallel__context_parallel_size=2)
-    assert check_layout(config, 8) == ParallelLayout(2, 1, 1, 2, 2)
+    assert check_layout(config, 8) == ParallelLayout(tensor=2, data=2, context=2)
     assert config.parallel.ranks_per_replica == 4
     assert {
         layout.context
