@@ -29,7 +29,7 @@ from megacore.cluster.hosts.plan import (
     read_env_file,
     visible_devices,
 )
-from megacore.cluster.hosts.ssh import Ssh, check_ssh, python
+from megacore.cluster.hosts.ssh import check_ssh, python
 from megacore.config.hostfile import devices_of, hosts_of, is_only_here, is_this_machine
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostsSilentError
@@ -271,11 +271,6 @@ def _check_devices(launch: LaunchConfig) -> None:
                 f"{host}, and CUDA_VISIBLE_DEVICES here is {visible}, without it: select GPUs of "
                 "the variable, or unset it if they are yours"
             )
-
-
-def ssh_of(launch: LaunchConfig) -> Ssh:
-    """Return the ssh settings of the hosts."""
-    return Ssh(None if launch.ssh_config is None else Path(launch.ssh_config).absolute())
 
 
 _MEETING = ".rendezvous-"

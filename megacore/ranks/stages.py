@@ -11,15 +11,9 @@ from megacore.artifact.manifest import FirstRead, verified_record
 from megacore.artifact.workspace import PARITY_FILE, RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.hardware import hardware_of
-from megacore.cluster.hosts.ssh import check_ssh
-from megacore.cluster.placement.prepare import (
-    prepare_finetune_hosts,
-    prepare_hosts,
-    prepare_model_hosts,
-)
-from megacore.cluster.placement.reads import loaded_checkpoints
-from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
-from megacore.config.hostfile import hosts_of, is_only_here
+from megacore.cluster.placement.prepare import prepare_hosts
+from megacore.cluster.start import Start, start_here, start_ranks
+from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ArtifactError, MemoryExhaustedError
 from megacore.finetune.resolve import memory_advice as finetune_memory_advice
@@ -86,7 +80,7 @@ def train(
         job.write(job_file)
     log = attempt_log(job)
     env = prepare_operators(job, job_file, log, on_poll)
-    prepare(job, job.config.launch)
+    prepare_hosts(job, job.config.launch)
     start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
     reads = [Path(job.index_directory), Path(job.tokenizer_directory)]
     reads += [Path(prefix).parent for prefix in job.token_prefixes]
@@ -143,7 +137,7 @@ def run_ranks(
     Raises:
         MegacoreError: the errors of `train`.
     """
-    prepare(job, job.config.launch)
+    prepare_hosts(job, job.config.launch)
     start = start_ranks(job.config.launch, module, job, job_file)
     with advising(Path(job.exit_directory), lambda: finetune_memory_advice(job.config)):
         supervise_job(start, job, log, on_poll, minutes, inherited)
@@ -230,30 +224,11 @@ def _memory_advice(job: TrainJob) -> str:
     return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on {hardware.owner})"
 
 
-def prepare(job: Job | FinetuneJob | ModelJob, launch: LaunchConfig) -> None:
-    """Check that every host has the files that its ranks read, or copy them there.
-
-    Raises LaunchError.
-    """
-    hosts = job.hosts or hosts_of(launch)
-    if is_only_here(hosts):
-        return
-    check_ssh(hosts)
-    ssh = ssh_of(launch)
-    match job:
-        case Job():
-            prepare_hosts(job, hosts, ssh, checkpoints=loaded_checkpoints(job))
-        case FinetuneJob():
-            prepare_finetune_hosts(job, hosts, ssh)
-        case ModelJob():
-            prepare_model_hosts(job, hosts, ssh, launch)
-
-
 def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> None:
     """Run the ranks that write the perplexities of each checkpoint into `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
-    prepare(job, job.config.launch)
+    prepare_hosts(job, job.config.launch)
     start = start_ranks(job.config.launch, "megacore.ranks.evaluate", job, job_file)
     supervise_job(start, job, evaluation_log(scratch), on_poll, None)
 
@@ -349,7 +324,7 @@ def run_job(
     job_file = scratch / "job.json"
     job.write(job_file)
     if isinstance(job, ModelJob):  # the others run on this host
-        prepare(job, launch)
+        prepare_hosts(job, launch)
     start = start_ranks(launch, module, job, job_file)
     supervise(
         start.command,

@@ -20,17 +20,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from megacore.errors import MegacoreError
-from megacore.config.hostfile import read_hostfile
 from megacore.jobs.run import TrainJob
 from megacore.cluster.placement.prepare import prepare_hosts
-from megacore.cluster.placement.reads import loaded_checkpoints
-from megacore.cluster.hosts.ssh import Ssh
 
 job = TrainJob.read(Path(sys.argv[1]))
-launch = job.config.launch
 try:
-    hosts, ssh = read_hostfile(launch.hostfile), Ssh(Path(launch.ssh_config))
-    prepare_hosts(job, hosts, ssh, checkpoints=loaded_checkpoints(job))
+    prepare_hosts(job, job.config.launch)
 except MegacoreError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

@@ -127,14 +127,13 @@ def test_killed_run_resumes_and_its_best_model_is_exported(data: Path, tmp_path:
 
 
 def test_files_of_a_job_include_model_examples_and_job_file(data: Path, tmp_path: Path) -> None:
-    from megacore.cluster.placement.reads import JOB_FILES_ROLE, directory_items
+    from megacore.cluster.placement.reads import JOB_FILES_ROLE, items_of
 
     run_directory = tmp_path / "run"
     (run_directory / "exit").mkdir(parents=True)
     finetune_job = job(data, run_directory, 1)
     finetune_job.write(run_directory / "run.json")
-    reads = {"pretrained model": data / "pretrained", "examples": data / "examples"}
-    items = directory_items(reads, [], Path(finetune_job.exit_directory), full=False)
+    items = items_of(finetune_job, [])
     files = {str(item.directory / name) for item in items for name in item.entries}
     assert {
         str(data / "pretrained" / "model" / "model.safetensors"),
@@ -144,8 +143,9 @@ def test_files_of_a_job_include_model_examples_and_job_file(data: Path, tmp_path
     assert {item.role for item in items} == {"pretrained model", "examples", JOB_FILES_ROLE}
 
 
-def test_missing_directory_of_a_job_is_refused(tmp_path: Path) -> None:
-    from megacore.cluster.placement.reads import directory_items
+def test_missing_directory_of_a_job_is_refused(data: Path, tmp_path: Path) -> None:
+    from megacore.cluster.placement.reads import items_of
 
+    places = {"examples_directory": str(tmp_path / "nowhere")}
     with pytest.raises(LaunchError, match=r"examples: .*nowhere is not there on this machine"):
-        directory_items({"examples": tmp_path / "nowhere"}, [], tmp_path / "exit", full=False)
+        items_of(job(data, tmp_path / "run", 1).model_copy(update=places), [])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
-from megacore.cluster.start import ssh_of
 from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
 from megacore.config.run import RunConfig
 from megacore.errors import HostLostError, LaunchError, ParallelLayoutError
@@ -48,7 +47,7 @@ def choose_hosts(
     minimum, maximum = launch.node_range or (1, 1)
     listed = {host: len(slots) for host, slots in slots_of(launch, limited=False).items()}
     check_ssh(listed)
-    unfit = _unfit(ssh_of(launch), listed)
+    unfit = _unfit(Ssh.of(launch), listed)
     fit = [host for host in listed if host not in unfit]
     missing = "; ".join(f"{host}: {why}" for host, why in unfit.items())
     if len(fit) < minimum:

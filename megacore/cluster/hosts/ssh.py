@@ -11,9 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
+
+if TYPE_CHECKING:
+    from megacore.config.launch import LaunchConfig
 
 CONNECT_TIMEOUT = 10
 """Seconds for a host to accept a connection."""
@@ -37,6 +41,11 @@ class Ssh:
     keep_alive: bool = True
     """True if ssh itself gives up on a silent host; False if both sides of the connection check
     this themselves."""
+
+    @classmethod
+    def of(cls, launch: "LaunchConfig") -> Self:
+        """Return the settings of a launch."""
+        return cls(None if launch.ssh_config is None else Path(launch.ssh_config).absolute())
 
     def options(self) -> list[str]:
         """Return the options of ssh before the host.

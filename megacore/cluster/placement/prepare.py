@@ -20,21 +20,26 @@ from typing import Any
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME
-from megacore.checkpoint.format import complete_checkpoints
-from megacore.cluster.hosts.ssh import SSH_FAILED, HostResult, Ssh, python, run_on_hosts
+from megacore.cluster.hosts.ssh import (
+    SSH_FAILED,
+    HostResult,
+    Ssh,
+    check_ssh,
+    python,
+    run_on_hosts,
+)
 from megacore.cluster.placement.files import Copier, Item, Transfer, check_rsync
 from megacore.cluster.placement.reads import (
     JOB_FILES_ROLE,
-    directory_items,
+    PlacedJob,
     items_of,
-    model_items_of,
+    loaded_checkpoints,
 )
-from megacore.config.hostfile import is_this_machine
+from megacore.config.hostfile import hosts_of, is_only_here, is_this_machine
 from megacore.config.launch import LaunchConfig
 from megacore.errors import HostLostError, LaunchError
-from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob
-from megacore.jobs.run import Job, TrainJob
+from megacore.jobs.run import TrainJob
 
 _SHORT = 60.0
 """Seconds for a host to check the sizes of files."""
@@ -50,67 +55,42 @@ _TOKEN_LIVES = 3600.0
 _log = logging.getLogger(__name__)
 
 
-def prepare_hosts(
-    job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: Sequence[Path]
-) -> None:
+def prepare_hosts(job: PlacedJob, launch: LaunchConfig) -> None:
     """Check that every host has the files that the job's ranks read there, or copy them.
 
-    Call this before any rank starts.
-
-    Args:
-        job: job of the ranks; its file is already written.
-        hosts: hosts of the job, in order.
-        ssh: settings of ssh.
-        checkpoints: checkpoints that the ranks load (`loaded_checkpoints`).
+    Call this before any rank starts, when the job's file is written. Nothing is to be done for a
+    job on this host only.
 
     Raises:
-        LaunchError: a host lacks a file that cannot be copied there, or does not share a directory.
-            The message contains the host, the path, the problem and advice.
+        LaunchError: a host lacks a file that cannot be copied there, or does not share a directory,
+            or ssh is not installed. The message contains the host, the path, the problem and
+            advice.
         HostLostError: a host no longer answers.
         WorkspaceError: a token cannot be written on this host.
     """
-    if all(map(is_this_machine, hosts)):
+    hosts = job.hosts or hosts_of(launch)
+    if is_only_here(hosts):
         return
-    run_directory = Path(job.run_directory).absolute()
+    check_ssh(hosts)
+    exit_directory, checkpoints = Path(job.exit_directory).absolute(), loaded_checkpoints(job)
+    run_directory, known = exit_directory.parent, False
+    if not isinstance(job, ModelJob):
+        run_directory, known = Path(job.run_directory).absolute(), job.attempt > 1
     root = run_directory / CHECKPOINTS_NAME if isinstance(job, TrainJob) else None
-    keep = next((path.name for path in checkpoints if path.absolute().parent == root), "")
-    files = _Files(
-        items_of(job, checkpoints), Path(job.exit_directory).absolute(), run_directory, root, keep
-    )
-    _prepare(files, hosts, ssh, job.config.launch, known=job.attempt > 1)
-
-
-def prepare_model_hosts(
-    job: ModelJob, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig
-) -> None:
-    """Check or copy the files of a job on a finished model; see `prepare_hosts`."""
-    if all(map(is_this_machine, hosts)):
+    keep = next((path.name for path in checkpoints if path.parent == root), "")
+    files = _Files(items_of(job, checkpoints), exit_directory, run_directory, root, keep)
+    others = [host for host in hosts if not is_this_machine(host)]
+    if launch.data_placement == "shared":
+        _prove_shared(files, others, Ssh.of(launch), known)
         return
-    exit_directory = Path(job.exit_directory).absolute()
-    files = _Files(model_items_of(job), exit_directory, exit_directory.parent, None, "")
-    _prepare(files, hosts, ssh, launch, known=False)
-
-
-def prepare_finetune_hosts(job: FinetuneJob, hosts: Mapping[str, int], ssh: Ssh) -> None:
-    """Check or copy the files of a fine-tuning; see `prepare_hosts`.
-
-    Its directories are always shared.
-    """
-    if all(map(is_this_machine, hosts)):
-        return
-    run_directory, exit_directory = (
-        Path(job.run_directory).absolute(),
-        Path(job.exit_directory).absolute(),
-    )
-    reads = {
-        "pretrained model": Path(job.pretrained_directory),
-        "examples": Path(job.examples_directory),
-    }
-    newest = next(reversed(complete_checkpoints(run_directory / CHECKPOINTS_NAME)), None)
-    checkpoints = [] if newest is None else [newest]
-    items = directory_items(reads, checkpoints, exit_directory, full=job.config.verify == "full")
-    files = _Files(items, exit_directory, run_directory, None, "")
-    _prepare(files, hosts, ssh, job.config.launch, known=job.attempt > 1)
+    first = next(iter(hosts))
+    if not is_this_machine(first):
+        raise LaunchError(
+            f"launch.data_placement is node_local and the first host is {first}, not this machine "
+            f"({socket.gethostname()}), which writes the checkpoints: start the run on {first}, or "
+            "put this machine first in launch.hostfile"
+        )
+    _bring(files, others, Ssh.of(launch), known)
 
 
 @dataclass(frozen=True)
@@ -127,23 +107,6 @@ class _Files:
     """Directory of a training's checkpoints; None for other jobs."""
     keep: str
     """Name of the checkpoint in `root` to resume from, or ""."""
-
-
-def _prepare(
-    files: _Files, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig, *, known: bool
-) -> None:
-    others = [host for host in hosts if not is_this_machine(host)]
-    if launch.data_placement == "shared":
-        _prove_shared(files, others, ssh, known)
-        return
-    first = next(iter(hosts))
-    if not is_this_machine(first):
-        raise LaunchError(
-            f"launch.data_placement is node_local and the first host is {first}, not this machine "
-            f"({socket.gethostname()}), which writes the checkpoints: start the run on {first}, or "
-            "put this machine first in launch.hostfile"
-        )
-    _bring(files, others, ssh, known)
 
 
 def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:

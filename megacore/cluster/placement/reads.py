@@ -1,9 +1,8 @@
 """Lists of the files that the ranks of a job read, for the check on every host."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
@@ -17,12 +16,13 @@ from megacore.checkpoint.format import (
 from megacore.cluster.placement.files import Entry, Item
 from megacore.engine.deepspeed.operators import operator_directories
 from megacore.errors import ArtifactError, CheckpointError, LaunchError
+from megacore.jobs.finetune import FinetuneJob
+from megacore.jobs.model import ModelJob, ZeroShotJob
 from megacore.jobs.run import EvaluateJob, Job, TrainJob
 from megacore.token_files.indexed_dataset import bin_path, idx_path
 
-if TYPE_CHECKING:
-    from megacore.jobs.model import ModelJob
-
+PlacedJob = Job | FinetuneJob | ModelJob
+"""Jobs whose ranks may run on several hosts."""
 JOB_FILES = (RUN_FILE, "job.json", "operators.json")
 """Names of the job's files next to the directory of exit reasons."""
 
@@ -42,68 +42,16 @@ class _Loose:
             item.entries.setdefault(path.name, _entry(role, path, hashed=self.full))
 
 
-def items_of(job: Job, checkpoints: Sequence[Path]) -> list[Item]:
-    """List the files that the job's ranks read.
-
-    These are index maps, token files, tokenizer, operators, job files and `checkpoints`.
+def items_of(job: PlacedJob, checkpoints: Sequence[Path]) -> list[Item]:
+    """List the files that the job's ranks read: its inputs, `checkpoints`, and the job files.
 
     Raises:
         LaunchError: a file is missing on this host.
         CheckpointError: a checkpoint is incomplete.
     """
-    return _items(
-        _read_by(job), checkpoints, Path(job.exit_directory), full=job.config.verify == "full"
-    )
-
-
-def directory_items(
-    reads: Mapping[str, Path], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
-) -> list[Item]:
-    """List the files in the directories `reads`, in `checkpoints`, and the job files.
-
-    Args:
-        reads: directories by role.
-        checkpoints: directories of checkpoints.
-        exit_directory: directory of the exit reasons; the job files are next to it.
-        full: True to compare digests of all files.
-
-    Raises:
-        LaunchError: a file is missing on this host.
-        CheckpointError: a checkpoint is incomplete.
-    """
-    listed = [(role, path.absolute(), _below(path.absolute())) for role, path in reads.items()]
-    return _items(listed, checkpoints, exit_directory, full=full)
-
-
-def model_items_of(job: "ModelJob") -> list[Item]:
-    """List the files that the ranks of a job on a finished model read.
-
-    These are the model and, for zero-shot scores, the tokenizer and the texts.
-
-    Raises:
-        LaunchError: a file is missing on this host.
-        CheckpointError: the checkpoint is incomplete.
-    """
-    reads, checkpoints = list[_Read](), list[Path]()
-    model = Path(job.source.directory).absolute()
-    if job.source.exported:
-        reads.append(("transformers model", model, _below(model)))
-    else:
-        checkpoints.append(model)
-    if directory := getattr(job, "tokenizer_directory", None):
-        reads.append(_tokenizer(directory))
-    for name in ("wikitext", "lambada"):
-        if text_path := getattr(job, name, None):
-            path = Path(text_path).absolute()
-            reads.append((f"text {name}", path, [path]))
-    return _items(reads, checkpoints, Path(job.exit_directory), full=False)
-
-
-def _items(
-    reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
-) -> list[Item]:
+    full = not isinstance(job, ModelJob) and job.config.verify == "full"
     loose, directories = _Loose(full), dict[Path, Item]()
-    for role, directory, files in reads:
+    for role, directory, files in _read_by(job):
         if (directory / MANIFEST_NAME).is_file():
             directories.setdefault(directory, _artifact(role, directory, full))
         elif files:
@@ -112,7 +60,7 @@ def _items(
             raise LaunchError(
                 f"{role}: {directory} is not there on this machine, or has no file: build it again"
             )
-    job_directory = exit_directory.absolute().parent
+    job_directory = Path(job.exit_directory).absolute().parent
     job_files = [job_directory / name for name in JOB_FILES if (job_directory / name).is_file()]
     for item in map(_checkpoint, checkpoints):
         directories.setdefault(item.directory, item)
@@ -123,26 +71,34 @@ def _items(
     return listed
 
 
-def loaded_checkpoints(job: Job) -> list[Path]:
+def loaded_checkpoints(job: PlacedJob) -> list[Path]:
     """Return the absolute paths of the checkpoints that the job's ranks load.
 
-    These are the checkpoints to score, or the checkpoint that the run resumes from.
+    These are the checkpoints to score, the checkpoint that a run resumes from, or the model.
 
     Raises:
         CheckpointError: a checkpoint in the job's configuration is damaged.
     """
-    if isinstance(job, EvaluateJob):
-        return [Path(path).absolute() for path in job.checkpoints]
-    if not isinstance(job, TrainJob):
-        return []
-    root = Path(job.run_directory).absolute() / CHECKPOINTS_NAME
+    match job:
+        case EvaluateJob():
+            return [Path(path).absolute() for path in job.checkpoints]
+        case ModelJob():
+            return [] if job.source.exported else [Path(job.source.directory).absolute()]
+        case TrainJob() | FinetuneJob():
+            root = Path(job.run_directory).absolute() / CHECKPOINTS_NAME
+        case _:
+            return []
     if job.config.launch.data_placement == "node_local":  # the ranks verify it in full, too
         newest = latest_complete(root)
     else:
         newest = next(reversed(complete_checkpoints(root)), None)
+    if newest is not None:
+        return [newest]
+    if isinstance(job, FinetuneJob):
+        return []
     configured = job.config.resume.checkpoint or job.config.train.pretrained_checkpoint
-    if newest is not None or configured is None:
-        return [newest] if newest is not None else []
+    if configured is None:
+        return []
     verify(Path(configured).absolute(), depth_of(job.config.verify))
     return [Path(configured).absolute()]
 
@@ -151,26 +107,39 @@ _Read = tuple[str, Path, list[Path]]
 """Role, directory and files; the files count only if the directory is not an artifact."""
 
 
-def _read_by(job: Job) -> Iterator[_Read]:
-    """Yield the inputs of a training or an evaluation other than checkpoints."""
-    index = Path(job.index_directory).absolute()
-    yield "index maps", index, _below(index)
-    for prefix in job.token_prefixes:
-        path = Path(prefix).absolute()
-        yield "token files", path.parent, [bin_path(path), idx_path(path)]
-    yield _tokenizer(job.tokenizer_directory)
+def _read_by(job: PlacedJob) -> Iterator[_Read]:
+    """Yield the inputs of the job's ranks other than checkpoints."""
+    match job:
+        case Job():
+            yield _directory("index maps", job.index_directory)
+            for prefix in job.token_prefixes:
+                path = Path(prefix).absolute()
+                yield "token files", path.parent, [bin_path(path), idx_path(path)]
+            yield _tokenizer(job.tokenizer_directory)
+        case FinetuneJob():
+            yield _directory("pretrained model", job.pretrained_directory)
+            yield _directory("examples", job.examples_directory)
+        case ModelJob() if job.source.exported:
+            yield _directory("transformers model", job.source.directory)
     if isinstance(job, TrainJob):
         for directory in operator_directories(job.config):
             yield "DeepSpeed's operator", directory, []
+    if isinstance(job, ZeroShotJob):
+        yield _tokenizer(job.tokenizer_directory)
+        for name, text in (("wikitext", job.wikitext), ("lambada", job.lambada)):
+            if text is not None:
+                path = Path(text).absolute()
+                yield f"text {name}", path, [path]
+
+
+def _directory(role: str, name: str) -> _Read:
+    path = Path(name).absolute()
+    return role, path, sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _tokenizer(directory: str) -> _Read:
     path = Path(directory).absolute()
     return "tokenizer", path, sorted(file for file in path.glob("*") if file.is_file())
-
-
-def _below(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def _artifact(role: str, directory: Path, full: bool) -> Item:

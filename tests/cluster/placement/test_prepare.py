@@ -19,8 +19,8 @@ from megacore.cluster.placement import files as place_copy
 from megacore.cluster.placement import prepare as placement
 from megacore.cluster.placement.check import answer
 from megacore.cluster.placement.files import Copier, Transfer, check_rsync, rsync_command
-from megacore.cluster.placement.prepare import prepare_hosts, prepare_model_hosts
-from megacore.cluster.placement.reads import items_of, loaded_checkpoints, model_items_of
+from megacore.cluster.placement.prepare import prepare_hosts
+from megacore.cluster.placement.reads import PlacedJob, items_of, loaded_checkpoints
 from megacore.config.launch import LaunchConfig
 from megacore.errors import HostLostError, LaunchError
 from megacore.jobs.model import ModelSource, ZeroShotJob
@@ -41,6 +41,10 @@ def job(data: Path, run: Path, **sections: Any) -> TrainJob:
     written = _runs.job(_runs.config(**sections), data, run)
     written.write(run / "run.json")
     return written
+
+
+def on_hosts(job: PlacedJob, hosts: dict[str, int]) -> PlacedJob:
+    return job.model_copy(update={"hosts": hosts})
 
 
 def moved_to_host(request: dict[str, Any], local: Path, remote: Path) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def test_directory_shared_in_one_direction_is_refused(
         LaunchError, match=r"host b: \.placement-.*-0, written there, is not in .*/run here, though"
     ):
         prepare_hosts(
-            job(data, tmp_path / "run"), {"localhost": 1, "b": 1, "c": 1}, Ssh(), checkpoints=[]
+            on_hosts(job(data, tmp_path / "run"), {"localhost": 1, "b": 1, "c": 1}), LaunchConfig()
         )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
     assert requests == [(["b", "c"], {"look"}), (["b", "c"], {"clean"})], "one request to all hosts"
@@ -282,9 +286,8 @@ def test_invalid_answer_of_a_host_is_quoted() -> None:
 
 
 def test_job_on_this_host_sends_no_request(data: Path, tmp_path: Path) -> None:
-    prepare_hosts(
-        job(data, tmp_path / "run"), {"localhost": 2}, Ssh(Path("/nowhere")), checkpoints=[]
-    )
+    launch = LaunchConfig.model_construct(ssh_config="/nowhere")
+    prepare_hosts(on_hosts(job(data, tmp_path / "run"), {"localhost": 2}), launch)
 
 
 def test_rsync_command_quotes_paths(tmp_path: Path) -> None:
@@ -371,9 +374,8 @@ def test_zero_shot_job_reads_model_tokenizer_and_texts(data: Path, tmp_path: Pat
     }
     for directory, exported in ((checkpoint, False), (tmp_path / "exported", True)):
         source = ModelSource(directory=str(directory), exported=exported, spec=spec)
-        items = model_items_of(ZeroShotJob(**values, source=source))
+        zero_shot = ZeroShotJob(**values, source=source)
+        items = items_of(zero_shot, loaded_checkpoints(zero_shot))
         assert {item.directory for item in items} == {directory, data / "index", tmp_path, scratch}
         assert [item.checkpoint for item in items if item.directory == directory] == [not exported]
-    prepare_model_hosts(
-        ZeroShotJob(**values, source=source), {"localhost": 2}, Ssh(), LaunchConfig()
-    )
+    prepare_hosts(on_hosts(zero_shot, {"localhost": 2}), LaunchConfig())
