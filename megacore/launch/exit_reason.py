@@ -222,6 +222,16 @@ def read_reasons(directory: Path, printed: Sequence[ExitReason] = ()) -> list[Ex
     )
 
 
+def remove_rank_files(directory: Path, *more: str) -> None:
+    """Remove reasons, heartbeats and stacks of an earlier attempt, and files of `more` patterns.
+
+    They would be taken for files of the next attempt.
+    """
+    for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack", *more):
+        for old in directory.glob(pattern):
+            old.unlink(missing_ok=True)
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends for any reason.
 

@@ -90,6 +90,8 @@ class Attempt:
     and do not count; if it is empty, all count."""
     again: str = REPEATS
     """Verb phrase on a retry of the command: `RESUMES` or `REPEATS`."""
+    stall_limit: float | None = None
+    """Seconds without progress after which a rank is stalled; None means no limit."""
 
     @property
     def table_path(self) -> Path:
@@ -184,9 +186,7 @@ class Attempt:
         """
         return rank_states(self.exit_directory, self.ranks, stacks=stacks, reported=reported)
 
-    def troubled(
-        self, trouble: Trouble, stall_limit: float | None, states: list[RankState]
-    ) -> MegacoreError:
+    def troubled(self, trouble: Trouble, states: list[RankState]) -> MegacoreError:
         """Write the rank table of a job that had to be ended and return its typed error."""
         reasons = self._reasons()
         if trouble.lost:
@@ -194,7 +194,7 @@ class Attempt:
             error = self._lost(first, reasons)
         else:
             first = furthest_behind(states)
-            error = self._stalled(trouble, stall_limit, first, reasons)
+            error = self._stalled(trouble, first, reasons)
         return self._write_table(error, states, first)
 
     def _lost(self, first: RankState, reasons: list[ExitReason]) -> MegacoreError:
@@ -211,7 +211,7 @@ class Attempt:
         )
 
     def _stalled(
-        self, trouble: Trouble, limit: float | None, first: RankState, reasons: list[ExitReason]
+        self, trouble: Trouble, first: RankState, reasons: list[ExitReason]
     ) -> MegacoreError:
         if reasons and not reasons[0].secondary:
             return reasons[0].exception()
@@ -219,8 +219,8 @@ class Attempt:
             f"rank{'s' if len(trouble.stalled) > 1 else ''} {', '.join(map(str, trouble.stalled))}"
         )
         return RankStalledError(
-            f"{who} made no progress for launch.stall_limit = {limit:g} s; furthest behind is rank "
-            f"{first.rank} {first.where}; a retry {self.again}"
+            f"{who} made no progress for launch.stall_limit = {self.stall_limit:g} s; furthest "
+            f"behind is rank {first.rank} {first.where}; a retry {self.again}"
         )
 
     def _with_table(self, error: MegacoreError, lost_rank: int | None) -> MegacoreError:

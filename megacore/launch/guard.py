@@ -53,7 +53,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -71,6 +71,19 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL = 0.05
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def guarded(command: Sequence[str], grace: float, log: Path | None = None) -> list[str]:
+    """Return the command that runs `command` under a guard, with the options of this module."""
+    output = [] if log is None else [f"--log={log}"]
+    guard = [sys.executable, "-m", "megacore.launch.guard", *output, f"--grace={grace}"]
+    return [*guard, "--", *command]
+
+
+def ignore_stops() -> None:
+    """Ignore the signals that end a job, in a child that is needed to end it in order."""
+    for number in (*_STOP_SIGNALS, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import BinaryIO
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
-from megacore.launch.exit_reason import LAUNCHER_REASON
+from megacore.launch.exit_reason import LAUNCHER_REASON, remove_rank_files
 from megacore.launch.failure import REPEATS, Attempt
 from megacore.launch.guard import (
     JOB_VARIABLE,
@@ -28,6 +27,7 @@ from megacore.launch.guard import (
     catches,
     descendants,
     end_all,
+    guarded,
     host_mark,
     marked,
 )
@@ -35,7 +35,6 @@ from megacore.launch.rank_table import REPORT, read_report
 from megacore.launch.watch import (
     KillCounter,
     RankWatch,
-    Trouble,
     forget_launcher_state,
     oom_kills,
     read_launcher_state,
@@ -130,16 +129,17 @@ def supervise(
         tuple(hosts),
         mark=mark,
         again=again,
+        stall_limit=stall_limit,
     )
     watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
     limit = _Limit(timeout, f"{' '.join(command[-3:])} ran longer than", log)
     variables = {**os.environ, **(env or {}), JOB_VARIABLE: mark}
     grace = stop_grace + stop_margin
     with _guarded([executable, *command[1:]], log, variables, grace, inherited) as guard:
-        code = _until_the_end(guard, attempt, watch, limit, on_poll, poll_interval, stall_limit)
+        code = _until_the_end(guard, attempt, watch, limit, on_poll, poll_interval)
         _take_printed(guard, attempt)
     on_poll()
-    if error := _verdict(attempt, code, stall_limit):
+    if error := _verdict(attempt, code):
         raise error
 
 
@@ -169,7 +169,6 @@ def _until_the_end(
     limit: _Limit,
     on_poll: Callable[[], None],
     poll_interval: float,
-    stall_limit: float | None,
 ) -> int | None:
     """Return the command's exit code; None if it reported trouble and did not end in time."""
     with _Signals() as signals:
@@ -187,7 +186,10 @@ def _until_the_end(
                 watch.hold()
                 limit.started = time.monotonic()
             elif trouble := watch.look():
-                raise _end_at_once(guard.pid, attempt, trouble, stall_limit)
+                # There is no grace period: stuck ranks cannot save anything.
+                states = attempt.states(stacks=True)
+                end_all(lambda: descendants(guard.pid), 0.0, reap=lambda: None)
+                raise attempt.troubled(trouble, states)
             limit.check()
     return code
 
@@ -255,18 +257,6 @@ class _Signals:
                     handler(number, None)
 
 
-def _end_at_once(
-    guard: int, attempt: Attempt, trouble: Trouble, stall_limit: float | None
-) -> MegacoreError:
-    """Collect the ranks' stacks, kill the ranks, and return the error to raise.
-
-    There is no grace period: stuck ranks cannot save anything.
-    """
-    states = attempt.states(stacks=True)
-    end_all(lambda: descendants(guard), 0.0, reap=lambda: None)
-    return attempt.troubled(trouble, stall_limit, states)
-
-
 def _wait_for_end(
     guard: "subprocess.Popen[bytes]",
     attempt: Attempt,
@@ -281,13 +271,12 @@ def _wait_for_end(
     return code
 
 
-def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> MegacoreError | None:
+def _verdict(attempt: Attempt, code: int | None) -> MegacoreError | None:
     """Return the error of a command that ended with `code` or whose agents reported trouble."""
     report = read_report(attempt.exit_directory) if attempt.hosts else None
     if report is not None:
-        return attempt.troubled(
-            report.trouble, stall_limit, attempt.states(stacks=False, reported=report.states)
-        )
+        states = attempt.states(stacks=False, reported=report.states)
+        return attempt.troubled(report.trouble, states)
     return attempt.stopped() if code == 0 else attempt.failed(-1 if code is None else code)
 
 
@@ -299,15 +288,7 @@ def _prepare(log: Path, exit_directory: Path) -> None:
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        for pattern in (
-            "rank_*.json*",
-            "rank_*.beat*",
-            "rank_*.stack",
-            f"{LAUNCHER_REASON}*",
-            f"{REPORT}*",
-        ):
-            for old in exit_directory.glob(pattern):
-                old.unlink()
+        remove_rank_files(exit_directory, f"{LAUNCHER_REASON}*", f"{REPORT}*")
         forget_launcher_state(exit_directory)
 
 
@@ -326,15 +307,7 @@ def _guarded(
     mark = variables[JOB_VARIABLE]
     with _appended(log) as output:
         guard = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megacore.launch.guard",
-                f"--log={log}",
-                f"--grace={grace}",
-                "--",
-                *command,
-            ],
+            guarded(command, grace, log),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,  # the guard sends exit reasons that no file takes
             stderr=output,

@@ -72,7 +72,7 @@ def supervise(
         rank.kill()
         rank.join()
     on_poll()
-    if error := real._verdict(attempt, rank.exitcode, None):
+    if error := real._verdict(attempt, rank.exitcode):
         raise error
 
 

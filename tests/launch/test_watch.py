@@ -184,10 +184,10 @@ def test_reason_of_a_rank_precedes_a_silent_peer_that_lost_it(tmp_path: Path) ->
 
 def trouble_of_a_lost_rank(
     tmp_path: Path, counts: list[int]
-) -> tuple[Attempt, Trouble, float | None, list[RankState]]:
+) -> tuple[Attempt, Trouble, list[RankState]]:
     kills = KillCounter(iter(counts).__next__)
     attempt = Attempt("torchrun", tmp_path / "log", 0, tmp_path / "exit", 1, kills)
-    return attempt, Trouble(lost=(0,)), None, attempt.states(stacks=True)
+    return attempt, Trouble(lost=(0,)), attempt.states(stacks=True)
 
 
 def test_only_an_unchanged_heartbeat_of_an_active_rank_is_a_stall(tmp_path: Path) -> None:
@@ -213,15 +213,18 @@ def test_rank_that_never_starts_is_stalled(tmp_path: Path) -> None:
     assert first_trouble(watched, clock, 10 + START_DELAY) is None
     trouble = first_trouble(watched, clock, 2)
     assert trouble == Trouble(stalled=(0, 1))
-    attempt = Attempt("torchrun", tmp_path / "log", 0, tmp_path / "exit", 2, KillCounter(lambda: 0))
-    error = attempt.troubled(trouble, 10.0, attempt.states(stacks=True))
+    kills = KillCounter(lambda: 0)
+    attempt = Attempt(
+        "torchrun", tmp_path / "log", 0, tmp_path / "exit", 2, kills, stall_limit=10.0
+    )
+    error = attempt.troubled(trouble, attempt.states(stacks=True))
     assert isinstance(error, RankStalledError)
     assert "ranks 0, 1 made no progress" in str(error)
     assert "furthest behind is rank 0 which has not begun its work" in str(error)
     assert row((tmp_path / "log-ranks.txt").read_text(), 1).split() == ["1", "absent"]
     assert "; a retry starts from the beginning; the table" in str(error)
     training = replace(attempt, again=RESUMES)
-    error = training.troubled(trouble, 10.0, attempt.states(stacks=True))
+    error = training.troubled(trouble, attempt.states(stacks=True))
     assert "; a retry resumes from the last complete checkpoint; the table" in str(error)
 
 

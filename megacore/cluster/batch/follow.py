@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from megacore.cluster.batch.kubernetes import KubernetesJob
-from megacore.cluster.batch.scheduler import End, Look, Scheduler, Submission
+from megacore.cluster.batch.scheduler import End, Look, Scheduler, Submission, say
 from megacore.cluster.batch.slurm import SlurmJob
 from megacore.cluster.batch.spec import STOP_MARGIN, BatchSpec, FollowerBeat
 from megacore.errors import MegacoreError
-from megacore.launch.exit_reason import read_reasons, write_launcher_reason
+from megacore.launch.exit_reason import read_reasons, remove_rank_files, write_launcher_reason
 from megacore.launch.watch import write_launcher_state
 
 _TICK = 0.25
@@ -90,7 +90,7 @@ class Follower:
             )
             self._scheduler.remove(earlier)
             earlier.forget(folder)
-        _forget_ranks(exit_directory, every=True)
+        remove_rank_files(exit_directory)
         if self._stop:
             return _STOPPED
         submission = Submission.new()
@@ -191,33 +191,16 @@ class Follower:
         if end.error is None:
             return end.code
         if end.outranks_stop:
-            _forget_ranks(exit_directory, every=False)
+            for reason in read_reasons(exit_directory):
+                if reason.stopped:
+                    (exit_directory / f"rank_{reason.rank}.json").unlink(missing_ok=True)
         _say(self._spec, str(end.error))
         write_launcher_reason(exit_directory, end.error)
         return end.code or end.error.exit_code
 
 
-def _forget_ranks(exit_directory: Path, *, every: bool) -> None:
-    """Remove files of ranks: all files of an earlier job, or the reasons of stopped ranks.
-
-    Args:
-        exit_directory: directory of the files.
-        every: True to remove all files, False to remove the reasons of ranks that stopped on
-            request.
-    """
-    if every:
-        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):
-            for old in exit_directory.glob(pattern):
-                old.unlink(missing_ok=True)
-        return
-    for reason in read_reasons(exit_directory):
-        if reason.stopped:
-            (exit_directory / f"rank_{reason.rank}.json").unlink(missing_ok=True)
-
-
 def _say(spec: BatchSpec, text: str) -> None:
-    sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {spec.launch.kind}: {text}\n")
-    sys.stdout.flush()
+    say(f"{spec.launch.kind}: {text}")
 
 
 if __name__ == "__main__":

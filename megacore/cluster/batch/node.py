@@ -31,8 +31,8 @@ from megacore.cluster.hosts.plan import torchrun_command
 from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import LaunchError, MegacoreError, ParallelLayoutError, RankLostError
-from megacore.launch.exit_reason import LAUNCHER_REASON, write_launcher_reason
-from megacore.launch.guard import KILL_LIMIT, catches
+from megacore.launch.exit_reason import LAUNCHER_REASON, remove_rank_files, write_launcher_reason
+from megacore.launch.guard import KILL_LIMIT, catches, guarded
 from megacore.plan.layouts import layout_of
 
 _POLL = 0.5
@@ -40,7 +40,6 @@ _NAME_SECONDS = 45.0
 """Seconds to wait until the DNS resolves a new name; it caches a failed lookup for up to 30 s."""
 _SCONTROL_SECONDS = 60.0
 _STOPPED = 128 + signal.SIGTERM
-_LEFT_BEHIND = ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,10 +169,14 @@ def run_node(spec: BatchSpec, token: str, node: JobNode) -> int:
         token: token of the submission, which is in its follower's beat.
         node: this node.
     """
+    exit_directory = Path(spec.exit_directory)
     with _Signals() as signals:
         try:
             if node.rank == 0:
-                _clear(Path(spec.exit_directory))
+                # The files of an earlier start of this job, which the scheduler preempted.
+                with workspace_errors(exit_directory):
+                    exit_directory.mkdir(parents=True, exist_ok=True)
+                    remove_rank_files(exit_directory, f"{LAUNCHER_REASON}*")
             node = _taking_part(spec, node)
             if node.rank >= len(node.names):
                 _say(
@@ -217,18 +220,6 @@ class _Signals:
             self.stop = True
 
 
-def _clear(exit_directory: Path) -> None:
-    """Remove the files of an earlier start of this job, which the scheduler preempted.
-
-    The first node calls this before any rank of this start begins.
-    """
-    with workspace_errors(exit_directory):
-        exit_directory.mkdir(parents=True, exist_ok=True)
-        for pattern in _LEFT_BEHIND:
-            for old in exit_directory.glob(pattern):
-                old.unlink(missing_ok=True)
-
-
 def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
     """Return `node` with `names` reduced to the nodes that take part, usually all of them.
 
@@ -241,7 +232,7 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
             f"{spec.launch.nnodes or 1}: remove what else asks for machines "
             "(launch.slurm.arguments, the template)"
         )
-    values = _job_values(spec)
+    values = read_object(Path(spec.job_file))
     if "config" not in values or minimum == maximum:
         return node
     config = RunConfig.model_validate(with_current_names(values["config"]))
@@ -254,10 +245,6 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
         f"to {len(node.names)} gives ranks by which the model and its batch divide: correct "
         "launch.nnodes or train.global_batch_size"
     )
-
-
-def _job_values(spec: BatchSpec) -> dict[str, Any]:
-    return read_object(Path(spec.job_file))
 
 
 def _meet(spec: BatchSpec, node: JobNode, signals: _Signals) -> Meeting | None:
@@ -294,7 +281,7 @@ def _own_job_file(spec: BatchSpec, node: JobNode, threads: int) -> Path:
     """Write the job for the actual number of nodes and this node's cores; return the path."""
     path = spec.folder / f"job_{node.rank:05d}.json"
     values = {
-        **_job_values(spec),
+        **read_object(Path(spec.job_file)),
         "ranks": len(node.names) * spec.ranks_per_node,
         "threads_per_rank": threads,
     }
@@ -339,7 +326,7 @@ def _guarded(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run the guard with the ranks inside the block; end all of their processes after it."""
     guard = subprocess.Popen(
-        [sys.executable, "-m", "megacore.launch.guard", f"--grace={grace}", "--", *command],
+        guarded(command, grace),
         stdin=subprocess.PIPE,
         start_new_session=True,  # the scheduler's signals go only to this process
         env={**os.environ, **environment},

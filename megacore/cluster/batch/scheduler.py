@@ -4,8 +4,8 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.errors import ConfigError, LaunchError, MegacoreError
+from megacore.launch.guard import ignore_stops
 from megacore.launch.watch import State
 
 TIMEOUT = 60.0
@@ -156,7 +157,7 @@ def run(
             check=False,
             cwd=directory,
             env=env,
-            preexec_fn=_ignore_stop,
+            preexec_fn=ignore_stops,
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(
@@ -180,9 +181,10 @@ def one_line(done: "subprocess.CompletedProcess[str]") -> str:
     return " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}"
 
 
-def _ignore_stop() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+def say(text: str) -> None:
+    """Write a line with the time to standard output."""
+    sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stdout.flush()
 
 
 def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
@@ -207,7 +209,7 @@ def render(template: str | None, default: str, setting: str, values: Mapping[str
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False
     )
-    environment.filters |= {"word": _word, "words": _words, "json": _json}
+    environment.filters |= {"word": _word, "words": _words, "json": json.dumps}
     try:
         return environment.from_string(path.read_text(encoding="utf-8")).render(values)
     except OSError as error:
@@ -236,7 +238,3 @@ def _word(value: object) -> str:
 
 def _words(values: list[object]) -> str:
     return " ".join(map(_word, values))
-
-
-def _json(value: object) -> str:
-    return json.dumps(value)

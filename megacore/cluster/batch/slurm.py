@@ -19,6 +19,7 @@ from megacore.cluster.batch.scheduler import (
     pause,
     render,
     run,
+    say,
 )
 from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
 from megacore.errors import (
@@ -34,58 +35,22 @@ REMOVE_LIMIT = 180.0
 """Seconds to wait until the cancelled job of an earlier attempt has ended."""
 
 _EXPORTED = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LC_*",
-        "TZ",
-        "LD_LIBRARY_PATH",
-        "PYTHON*",
-        "VIRTUAL_ENV",
-    ),
-    *(
-        "CONDA_*",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "ROCM_PATH",
-        "MODULE*",
-        "LMOD_*",
-        "LOADEDMODULES",
-        "_LMFILES_",
-    ),
-    *("BASH_FUNC_*", "SLURM_CONF", "SBATCH_*"),
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "LD_LIBRARY_PATH"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH"),
+    *("MODULE*", "LMOD_*", "LOADEDMODULES", "_LMFILES_", "BASH_FUNC_*", "SLURM_CONF"),
+    *("SBATCH_*",),
 )
 """Variables of this process that the batch script gets; the ranks' variables are in the
 specification."""
 _HIDING = {
-    *(
-        "SBATCH_ARRAY_INX",
-        "SBATCH_JOB_NAME",
-        "SBATCH_CLUSTERS",
-        "SBATCH_WAIT",
-        "SBATCH_OPEN_MODE",
-        "SBATCH_OUTPUT",
-    ),
-    "SBATCH_ERROR",
+    *("SBATCH_ARRAY_INX", "SBATCH_JOB_NAME", "SBATCH_CLUSTERS", "SBATCH_WAIT"),
+    *("SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_ERROR"),
 }
 """Variables of sbatch that the script does not get: they would override its lines by which the job
 is found."""
 ENDED = {
-    *(
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "PREEMPTED",
-        "BOOT_FAIL",
-        "DEADLINE",
-    ),
-    *("OUT_OF_MEMORY", "REVOKED"),
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"),
+    *("DEADLINE", "OUT_OF_MEMORY", "REVOKED"),
 }
 """States of a job that has ended."""
 _UNANSWERED = re.compile(
@@ -153,14 +118,8 @@ class SlurmJob:
             "output": str(spec.folder / "slurm-").replace("%", "%%") + "%j.out",
             "directory": spec.directory,
             "node_command": [
-                *(
-                    spec.python,
-                    "-m",
-                    "megacore.cluster.batch.node",
-                    "slurm",
-                    f"--spec={spec.path}",
-                    f"--token={token}",
-                )
+                *(spec.python, "-m", "megacore.cluster.batch.node", "slurm"),
+                *(f"--spec={spec.path}", f"--token={token}"),
             ],
         }
         return render(slurm.template, "train.sbatch.j2", "launch.slurm.template", values)
@@ -184,10 +143,6 @@ class SlurmJob:
                 replace_file(self.script, self.text(submission.token).encode(), durable=False)
             return run(self.command(), directory=self._spec.directory, env=exported(os.environ))
 
-        def say(sentence: str) -> None:
-            sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
-            sys.stdout.flush()
-
         submission = submit_until_answered(
             submission,
             attempt,
@@ -209,11 +164,12 @@ class SlurmJob:
     def look(self) -> Look | None:
         """Return the current state of the job; None if Slurm does not answer."""
         done = run([*_SHOW, self._job])
-        record = _record_of(done)
-        if record is None:
+        records = _records_of(done)
+        if records is None:
             self.silence = one_line(done)
             return None
-        record = record or accounted(self._job)
+        known = dict(pair for each in records for pair in each.items())
+        record = known or accounted(self._job)
         state, reason, nodes = (record.get(key, "") for key in ("JobState", "Reason", "NodeList"))
         if not state:
             error = RankLostError(f"Slurm does not know job {self._job} any more; {self._again}")
@@ -455,18 +411,11 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
     }
 
 
-def details(job: str) -> dict[str, str] | None:
-    """Return Slurm's record of a job; empty if the job is unknown, None if Slurm is silent."""
-    return _record_of(run([*_SHOW, job]))
-
-
-def _record_of(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
-    records = _records_of(done)
-    return None if records is None else dict(pair for each in records for pair in each.items())
-
-
 def job_records(job: str) -> list[dict[str, str]] | None:
-    """Return Slurm's records of a job, for an array those of its elements, as `details` does."""
+    """Return Slurm's records of a job, for an array those of its elements.
+
+    The list is empty if the job is unknown, None if Slurm is silent.
+    """
     return _records_of(run([*_SHOW, job]))
 
 
@@ -482,15 +431,9 @@ def accounted(job: str) -> dict[str, str]:
     # Only these fields: sacct refuses the whole command for an unknown field, and Restarts is newer
     # than Slurm 22.05.
     names = ("State", "ExitCode", "NodeList", "Timelimit")
+    shape = ["--noheader", "--parsable2", "--allocations"]
     done = _run_if_installed(
-        [
-            "sacct",
-            "--noheader",
-            "--parsable2",
-            "--allocations",
-            f"--jobs={job}",
-            f"--format={','.join(names)}",
-        ]
+        ["sacct", *shape, f"--jobs={job}", f"--format={','.join(names)}"],
     )
     fields = (
         done.stdout.splitlines()[-1].split("|")

@@ -22,23 +22,11 @@ from megacore.plan.layouts import layout_of
 if TYPE_CHECKING:
     from megacore.cluster.start import Start
 
-_PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": ("kubectl",)}
+PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": ("kubectl",)}
 _NOT_TO_FOLLOW = (
-    *(
-        "-a",
-        "--array",
-        "-o",
-        "--output",
-        "-e",
-        "--error",
-        "-W",
-        "--wait",
-        "--wrap",
-        "--test-only",
-        "-Q",
-        "--quiet",
-    ),
-    *("-J", "--job-name", "-M", "--clusters", "--open-mode"),
+    *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap"),
+    *("--test-only", "-Q", "--quiet", "-J", "--job-name", "-M", "--clusters"),
+    *("--open-mode",),
 )
 """Options of sbatch that are refused: with them the job or its output could not be found."""
 _PLACEHOLDER = "00000000"
@@ -63,7 +51,7 @@ def check_batch(launch: LaunchConfig) -> None:
             f"launch.{launch.kind}.template is {options.template!r}, and there is no such file: "
             "correct it, or set it to null"
         )
-    for program in _PROGRAMS[launch.kind]:
+    for program in PROGRAMS[launch.kind]:
         if shutil.which(program) is None:
             raise LaunchError(
                 f"launch.kind is {launch.kind} and {program} is not installed here: run the flow "
@@ -116,7 +104,7 @@ def start_batch(
     module: str,
     job: RankJob,
     job_file: Path,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str],
 ) -> "Start":
     """Build the command that submits the ranks to the scheduler of `launch` and follows them.
 
@@ -137,7 +125,7 @@ def start_batch(
     from megacore.cluster.start import Start
 
     check_batch(launch)
-    spec = _specification(launch, module, job, job_file, env or {})
+    spec = _specification(launch, module, job, job_file, env)
     _check_layouts(spec, job)
     spec.write()
     return Start(

@@ -40,7 +40,7 @@ from types import FrameType
 
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, FULL, Channel, Message, WakeUp, wait
 from megacore.cluster.hosts.network import free_port, interface_problem, interface_to
-from megacore.launch.guard import catches, descendants, end_all, marked
+from megacore.launch.guard import catches, descendants, end_all, guarded, marked
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
 
@@ -146,7 +146,8 @@ class Agent:
                 code=ranks.code,
                 memory=memory_text() if ranks.code and ranks.kills.rose else None,
             )
-            return self._say_it_all()
+            self._say_it_all()
+            return True
         if self._stopping or self._headless:
             ranks.stop()
             if self._kill_at is not None and now > self._kill_at:
@@ -158,13 +159,12 @@ class Agent:
                 self._head.send("trouble", stalled=trouble.stalled, lost=trouble.lost)
         return False
 
-    def _say_it_all(self) -> bool:
-        """Send the remaining messages within the host timeout; return True in every case."""
+    def _say_it_all(self) -> None:
+        """Send the remaining messages within the host timeout."""
         deadline = time.monotonic() + self._host_timeout
         while self._head.waiting and not self._headless and time.monotonic() < deadline:
             time.sleep(0.01)
             self._head.flush()
-        return True
 
     def _copy_files(self, ranks: "HostRanks") -> None:
         for name, data in ranks.changed_files():
@@ -214,7 +214,8 @@ class Agent:
             self._head.send(
                 "failed", reason=f"{message['command'][0]}: {error.strerror}: {error.filename}"
             )
-            self._stopping = self._say_it_all()
+            self._say_it_all()
+            self._stopping = True
 
 
 class HostRanks:
@@ -235,14 +236,7 @@ class HostRanks:
         self._looked = time.monotonic()
         self._text = b""
         self._guard = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megacore.launch.guard",
-                f"--grace={message['grace']:g}",
-                "--",
-                *message["command"],
-            ],
+            guarded(message["command"], message["grace"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

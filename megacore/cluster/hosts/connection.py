@@ -18,7 +18,7 @@ from megacore.cluster.hosts.plan import Plan, endpoint, meeting_addresses, plan_
 from megacore.cluster.hosts.ssh import SSH_FAILED, Ssh, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
-from megacore.launch.guard import JOB_VARIABLE, host_mark
+from megacore.launch.guard import JOB_VARIABLE, host_mark, ignore_stops
 from megacore.launch.rank_table import StateReport
 
 AGENT = "megacore.cluster.hosts.agent"
@@ -132,7 +132,7 @@ class HostSet:
     def connect(self) -> list[Connection]:
         """Start an agent on every host and ask for its hello. Raises LaunchError."""
         self._master, second = meeting_addresses(
-            plan_ssh(self._plan), self._plan.hosts, self._plan.rdzv_endpoint
+            self._ssh, self._plan.hosts, self._plan.rdzv_endpoint
         )
         try:
             hosts = connect(self._ssh, self._plan.hosts, self._mark, self._environment)
@@ -264,21 +264,15 @@ def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str
 
 
 def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-    """Start a command that ignores the signals that end a job. Raises OSError."""
+    """Start a command that ignores the signals that end a job. Raises OSError.
+
+    The guard's SIGTERM is for the head, which then tells the agents. ssh continues to ignore the
+    signals that were ignored when it started.
+    """
     return subprocess.Popen(
         command,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=_ignore_signals,
+        preexec_fn=ignore_stops,
     )
-
-
-def _ignore_signals() -> None:
-    """Ignore the signals that end a job.
-
-    The guard's SIGTERM is for the head, which then tells the agents. ssh continues to ignore the
-    signals that were ignored when it started.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)

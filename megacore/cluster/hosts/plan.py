@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 from megacore.artifact.files import read_json, regular, write_json
 from megacore.cluster.hosts.network import local_address
-from megacore.cluster.hosts.ssh import Ssh
+from megacore.cluster.hosts.ssh import Ssh, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
 from megacore.launch.failure import REPEATS, RESUMES
@@ -96,11 +95,7 @@ class Plan:
 
     def gpus(self, host: str) -> dict[str, str]:
         """Return the variable with the GPUs of a host's ranks; empty if none were selected."""
-        return (
-            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))}
-            if host in self.devices
-            else {}
-        )
+        return {_LOCAL: ",".join(map(str, self.devices[host]))} if host in self.devices else {}
 
     def _devices(self, host: str, ranks: int) -> list[int | str]:
         if host in self.devices:
@@ -177,22 +172,13 @@ def torchrun_command(
     The static rendezvous suffices because all ranks are known beforehand. The dynamic one unpickles
     data that anybody who reaches the port can write.
     """
+    job_file = job_file.absolute()
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *(
-            f"--nnodes={len(hosts)}",
-            f"--node-rank={number}",
-            f"--nproc-per-node={[*hosts.values()][number]}",
-        ),
+        *python("torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={number}"),
+        f"--nproc-per-node={[*hosts.values()][number]}",
         *("--max-restarts=0", "--rdzv-backend=static", f"--rdzv-conf=timeout={_JOIN_LIMIT}"),
         *(f"--master-addr={master}", f"--master-port={port}"),
-        *(
-            f"--log-dir={job_file.absolute().parent / 'torchrun'}",
-            "-m",
-            module,
-            "--config",
-            str(job_file.absolute()),
-        ),
+        *(f"--log-dir={job_file.parent / 'torchrun'}", "-m", module, "--config", str(job_file)),
     ]
 
 
@@ -211,13 +197,7 @@ def deepspeed_command(
     """
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     return [
-        *(
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.launch",
-            "--log_level=warning",
-            f"--world_info={world}",
-        ),
+        *python("deepspeed.launcher.launch", "--log_level=warning", f"--world_info={world}"),
         *(f"--master_addr={master}", f"--master_port={port}", f"--node_rank={number}"),
         *("--module", module, "--config", str(job_file.absolute())),
     ]

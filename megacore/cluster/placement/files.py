@@ -5,7 +5,6 @@ rsync copies them over the user's ssh, under a guard that ends rsync with this p
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.errors import HostLostError, LaunchError
+from megacore.launch.guard import guarded
 
 COPY_MARK = "copied"
 """Name of the file that marks a checkpoint as copied to this host.
@@ -129,10 +129,9 @@ class Copier:
                 self._run(transfer, rsync_command(self._ssh, transfer, Path(listing.name)))
 
     def _run(self, transfer: Transfer, command: list[str]) -> None:
-        guard = [sys.executable, "-m", "megacore.launch.guard", f"--grace={_GRACE}", "--"]
         pipe = subprocess.PIPE
         with subprocess.Popen(
-            [*guard, *command], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+            guarded(command, _GRACE), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
         ) as process:
             self._running.add(process)
             if self._stopped:

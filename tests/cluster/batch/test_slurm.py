@@ -521,7 +521,7 @@ def test_number_of_hosts_that_does_not_divide_the_batch_is_refused(
     with pytest.raises(
         ConfigError, match=r"launch\.nnodes is 3:4, and slurm may give 3 machines: .*8"
     ):
-        start_batch(settings, "module", job, tmp_path / "run" / "run.json")
+        start_batch(settings, "module", job, tmp_path / "run" / "run.json", {})
 
 
 def test_slurm_node_reads_its_rank_and_hosts_from_the_environment(
