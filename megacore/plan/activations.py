@@ -99,16 +99,11 @@ class Activations:
         """
         if not self._has_option("cpu_checkpointing") or self.config.train.recompute != "full":
             return 0
-        limit, sizes = self.config.train.recompute_num_layers, []
+        sizes = []
         for chunk in chunks:
-            encoder = self._layers(len(chunk.layers), limit, self._layer_input(self.tokens), 0)
-            left = None if limit is None else max(0, limit - len(chunk.layers))
-            sizes.append(
-                encoder
-                + self._layers(
-                    len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0
-                )
-            )
+            encoder, decoder = recomputed(chunk, self.config.train.recompute_num_layers)
+            inputs = self._layer_input(self.tokens), self._layer_input(self._decoder_tokens)
+            sizes.append(encoder * inputs[0] + decoder * inputs[1])
         return self._most(sizes, [0] * len(sizes), stage, micro_batches)
 
     def chunk(self, chunk: ModelChunk) -> int:
@@ -149,10 +144,8 @@ class Activations:
             Bytes of activations with those of a recomputed layer, and the largest number of micro
             batches whose logits exist at a time.
         """
-        sizes, heads = (
-            [self.chunk(chunk) for chunk in chunks],
-            [int(chunk.has_head) for chunk in chunks],
-        )
+        sizes = [self.chunk(chunk) for chunk in chunks]
+        heads = [int(chunk.has_head) for chunk in chunks]
         kept = [self._kept(chunk) for chunk in chunks]
         activations = self._most(sizes, kept, stage, micro_batches)
         losses = self._most(heads, heads, stage, micro_batches)
@@ -234,16 +227,14 @@ class Activations:
             The tokens of a stack, the bytes that it stores, and those that the recomputation of a
             layer adds.
         """
-        limit, count = self.config.train.recompute_num_layers, len(chunk.layers)
+        encoder, decoder = recomputed(chunk, self.config.train.recompute_num_layers)
         if chunk.decoder_layers:
             layer, tokens = self.decoder_layer, self._decoder_tokens
-            left = None if limit is None else max(0, limit - count)
-            kept = self._recomputed(layer, self.decoder_attention, tokens)
-            stored = self._layers(len(chunk.decoder_layers), left, kept, layer)
-            yield tokens, stored, layer - kept
+            saved = layer - self._recomputed(layer, self.decoder_attention, tokens)
+            yield tokens, len(chunk.decoder_layers) * layer - decoder * saved, saved
         if chunk.layers:
-            layer, kept = self.layer, self.recomputed_layer
-            yield self.tokens, self._layers(count, limit, kept, layer), layer - kept
+            layer, saved = self.layer, self.layer - self.recomputed_layer
+            yield self.tokens, len(chunk.layers) * layer - encoder * saved, saved
 
     def _messages(self, chunks: Sequence[ModelChunk], posted: int) -> int:
         """Return the bytes of messages between pipeline stages.
@@ -483,11 +474,6 @@ class Activations:
             user_settings_of(self.config).values.get(f"activation_checkpointing.{name}")
         )
 
-    def _layers(self, layers: int, limit: int | None, recomputed_layer: int, layer: int) -> int:
-        """Return the bytes of `layers` layers, the first `limit` of which recompute (None: all)."""
-        recomputed = layers if limit is None else min(limit, layers)
-        return recomputed * recomputed_layer + (layers - recomputed) * layer
-
     def _biases(self, chunk: ModelChunk) -> int:
         """Return the bytes of the attention biases, which all layers of a chunk share."""
         config, length = self.config, self.config.data.seq_length
@@ -549,6 +535,18 @@ class Activations:
         """
         parts = self._tensor if self.config.parallel.sequence_parallel else 1
         return element * tokens * self.config.model.hidden_size // parts
+
+
+def recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
+    """Return the number of a chunk's recomputed layers, in the encoder and in T5's decoder.
+
+    The first `limit` layers of the chunk recompute, those of the encoder before those of the
+    decoder; None means all.
+    """
+    encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
+    if limit is None:
+        return encoder, decoder
+    return min(limit, encoder), min(max(0, limit - encoder), decoder)
 
 
 def _delayed_chunks(passes: Sequence[Pass]) -> frozenset[int]:

@@ -187,14 +187,8 @@ def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = 
 def parts_of(need: MemoryEstimate) -> str:
     """Return an estimate with its parts as text, such as `12.3 GiB (weights 4.1, …)`."""
     names = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "logits",
-        "buffers",
-        "step",
-        "process",
+        *("weights", "gradients", "optimizer", "activations"),
+        *("logits", "buffers", "step", "process"),
     )
     shown = [f"{name} {getattr(need, name) / GIB:.2f}" for name in names if getattr(need, name)]
     host = f", and {need.host / GIB:.2f} GiB of host memory" if need.host else ""
@@ -221,7 +215,7 @@ def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
     )
     if size := next(smaller, None):
         yield _Change("batch", {"train.micro_batch_size": size})
-    everywhere = {} if train.recompute_num_layers is None else {"train.recompute_num_layers": None}
+    everywhere = {} if train.recompute_num_layers is None else _ALL_LAYERS
     if train.recompute == "none":
         yield _Change("recompute", {"train.recompute": "selective"})
     if train.recompute != "full":

@@ -20,6 +20,7 @@ from megacore.parallel.gradient_memory import GRADIENT_PIECE, sums_in_memory
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
+from megacore.plan.activations import recomputed
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.memory import muon_elements
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
@@ -229,14 +230,12 @@ class Iteration:
 
     def backward(self, chunk: ModelChunk) -> Pass:
         """Return the time of a micro batch's backward pass, with its recomputation."""
-        limit, encoder = self.config.train.recompute_num_layers, len(chunk.layers)
-        again = encoder if limit is None else min(limit, encoder)
-        layers = self.layer.recomputing * again + self.layer.backward * (encoder - again)
+        encoder, decoder = recomputed(chunk, self.config.train.recompute_num_layers)
+        layers = self.layer.recomputing * encoder
+        layers += self.layer.backward * (len(chunk.layers) - encoder)
         if chunk.decoder_layers:
-            decoder = len(chunk.decoder_layers)
-            again = decoder if limit is None else min(max(0, limit - encoder), decoder)
-            layers += self.decoder_layer.recomputing * again
-            layers += self.decoder_layer.backward * (decoder - again)
+            layers += self.decoder_layer.recomputing * decoder
+            layers += self.decoder_layer.backward * (len(chunk.decoder_layers) - decoder)
         return layers + self._ends(chunk, backward=True)
 
     def weight_gradients(self, chunk: ModelChunk) -> float:
@@ -401,10 +400,8 @@ class Iteration:
         if not chunk.has_head:
             return []
         tokens = self.decoder_tokens if self.config.family == "t5" else self.tokens
-        vocabulary, hidden = (
-            self.spec.padded_vocab_size // self.layout.tensor,
-            self.config.model.hidden_size,
-        )
+        vocabulary = self.spec.padded_vocab_size // self.layout.tensor
+        hidden = self.config.model.hidden_size
         dense = [(tokens, hidden, hidden)] if self.config.family == "bert" else []
         return [(tokens, vocabulary, hidden), *dense]
 
@@ -477,10 +474,8 @@ class Iteration:
             return max(fetched - makespan, fetched / max(1, layers))
         zero = zero_of(self.config).stage
         width = min(self.software.gradient_bytes, 2 if parallel.grad_reduce_dtype == "bf16" else 4)
-        scatter, gather = (
-            group.gather(width * parameters),
-            group.gather(self.rates.element * parameters),
-        )
+        scatter = group.gather(width * parameters)
+        gather = group.gather(self.rates.element * parameters)
         once, micro = self.software.overlaps, self.micro_batches
         # Delayed weight gradients are about a third of a micro batch's time, a backward pass two.
         share = 1 / 3 if parallel.delay_weight_gradients else 2 / 3

@@ -26,7 +26,6 @@ from megacore.plan.memory import (
     GIB,
     MemoryEstimate,
     engine_name,
-    estimate_memory,
     whole_muon_elements,
 )
 from megacore.plan.throughput import RunTime, planned_iteration, predict_run
@@ -136,9 +135,8 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     together = ranks_per_host(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
-    deployment = Deployment(
-        ranks, vocab_size, precision, hardware.device_type, hardware.memory // together
-    )
+    host_available = hardware.memory // together
+    deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host_available)
     estimate = RunEstimate(
         parameters=parameter_count(ModelSpec.of(config, vocab_size)),
         layout=layout,
@@ -146,11 +144,9 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         device_type=hardware.device_type,
         precision=precision,
         engine=engine_name(config.engine, zero_of(config)),
-        memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
-        memory_available=min(gpu.memory for gpu in hardware.gpus)
-        if hardware.gpus
-        else hardware.memory // together,
-        host_available=hardware.memory // together,
+        memory=deployment.estimate(config),
+        memory_available=min((gpu.memory for gpu in hardware.gpus), default=host_available),
+        host_available=host_available,
         time=predict_run(
             planned_iteration(
                 config, vocab_size, hardware, layout, threads, ranks_per_host=together
@@ -169,13 +165,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     check_device(config.train, hardware.device_type, hardware.owner)
     if not hardware.gpus:
         _check_meant_for_cpu(config, estimate, hardware.owner)
-    room = Room(
-        estimate.memory_available,
-        estimate.host_available,
-        estimate.device_type,
-        together,
-        hardware.host,
-    )
+    room = Room(estimate.memory_available, estimate.host_available, together, hardware.host)
     check_memory(config, estimate.memory, room, deployment)
     return replace(estimate, lighter=lighter_recompute(config, deployment, room.device))
 
@@ -260,8 +250,6 @@ class Room:
     """Bytes of one GPU, or of host memory divided by the ranks."""
     host: int
     """Bytes of host memory divided by the ranks."""
-    device_type: str
-    """Type of the device: cpu or cuda."""
     ranks: int
     """Number of ranks on the host."""
     host_name: str | None = None

@@ -104,14 +104,8 @@ def search(
             f"no layout of {config.name} on {ranks} devices of {machine.name} works ({reasons}): "
             "use more devices, or another batch or engine"
         )
-    return SearchResult(
-        machine,
-        ranks,
-        space.total,
-        best,
-        tuple(space.evaluated),
-        space.reasons(),
-    )
+    evaluated = tuple(space.evaluated)
+    return SearchResult(machine, ranks, space.total, best, evaluated, space.reasons())
 
 
 def search_around(iteration: Iteration) -> tuple[SearchResult, Candidate]:

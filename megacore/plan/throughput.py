@@ -9,6 +9,7 @@ from megacore.hardware import Hardware
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.plan.activations import recomputed
 from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine, machine_of
 from megacore.plan.prediction import Prediction
@@ -38,19 +39,8 @@ def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[
         chunks: chunks of the whole model.
         limit: number of layers at the start of each chunk that recompute; None for all.
     """
-    encoder, decoder = zip(*(_recomputed(chunk, limit) for chunk in chunks), strict=True)
+    encoder, decoder = zip(*(recomputed(chunk, limit) for chunk in chunks), strict=True)
     return sum(encoder), sum(decoder)
-
-
-def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
-    """Return the number of a chunk's recomputed layers, in the encoder and in T5's decoder.
-
-    The first layers of the chunk recompute, those of the encoder before those of the decoder.
-    """
-    encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
-    if limit is None:
-        return encoder, decoder
-    return min(limit, encoder), min(max(0, limit - encoder), decoder)
 
 
 @dataclass(frozen=True)

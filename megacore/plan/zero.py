@@ -229,10 +229,8 @@ class DeepSpeedMemory:
 
     def _stage1_and_2(self, sizes: Sequence[int], share: int) -> Buffers:
         bucket = self._elements("reduce_bucket_size") * self._communication_bytes
-        offloads, widens = (
-            self._offloaded("optimizer") != "none",
-            self.gradient_bytes > self._element,
-        )
+        offloads = self._offloaded("optimizer") != "none"
+        widens = self.gradient_bytes > self._element
         if self.stage == 1 and self.precision == "bf16" and widens and not offloads:
             # BF16_Optimizer accumulates in one flat buffer, of which the step uses its part
             # directly. The buffer persists.

@@ -45,7 +45,7 @@ def refusal(
 ) -> str:
     """Return the message for ranks with this many GiB of device and host memory."""
     deployment = Deployment(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
-    room = Room(int(device * GIB), int(host * GIB), device_type, ranks)
+    room = Room(int(device * GIB), int(host * GIB), ranks)
     with pytest.raises(ConfigError) as caught:
         check_memory(config, deployment.estimate(config), room, deployment)
     return str(caught.value)
