@@ -22,7 +22,6 @@ from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
-from megacore.ranks.stages import attempt_log
 from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking
 from tasks._mlflow_events import Forwarder
@@ -147,7 +146,7 @@ def watched(
     forwarder = Forwarder(tracking, directory, config, facts)
     events = directory / EVENTS_FILE
     live = live_run(tracking, forwarder, config, directory)
-    monitor = TrainingMonitor(attempt_log(job), events, iterations, live.poll, label=label)
+    monitor = TrainingMonitor(job.attempt_log, events, iterations, live.poll, label=label)
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         yield monitor.poll
         monitor.poll()

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.jobs.run import RankJob, attempt_traces
+from megacore.jobs.run import RunJob
 from megacore.redact import redact_values
 
 
-class FinetuneJob(RankJob):
+class FinetuneJob(RunJob):
     """One fine-tuning; resumes from the newest complete checkpoint in `run_directory`."""
 
     config: FinetuneConfig
@@ -17,18 +17,11 @@ class FinetuneJob(RankJob):
     """Artifact of the stage `pretrained`: a transformers directory in `model/`."""
     examples_directory: str
     """Artifact of the stage `examples`: the tokenized splits."""
-    run_directory: str
-    """Directory of the run: run.json, events.jsonl, checkpoints, best."""
-    attempt: int = 1
-    """Number of this attempt, counted from 1."""
-    precision: str | None = None
-    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
-    `config.train.precision`, in files of earlier versions."""
 
     @property
     def trace_prefix(self) -> Path:
-        """Path among the logs, because the next attempt empties the exit directory."""
-        return attempt_traces(self.run_directory, self.attempt)
+        """Path among the logs."""
+        return self.attempt_traces
 
     def _shown(self) -> dict[str, Any]:
         """Return the fields without credentials in names of data and models.

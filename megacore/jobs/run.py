@@ -68,7 +68,33 @@ def _reason(error: Exception) -> str:
     return ": ".join(filter(None, [dotted(first["loc"]), first["msg"]]))
 
 
-class Job(RankJob):
+class RunJob(RankJob):
+    """Common fields of the jobs on a pretraining or a fine-tuning."""
+
+    run_directory: str
+    """Directory of the run: run.json, events.jsonl, checkpoints."""
+    attempt: int = 1
+    """Number of this attempt, counted from 1."""
+    precision: str | None = None
+    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
+    `config.train.precision`, in files of earlier versions."""
+
+    @property
+    def attempt_log(self) -> Path:
+        """Path of this attempt's log."""
+        return Path(self.run_directory) / "logs" / f"attempt-{self.attempt:03d}.log"
+
+    @property
+    def attempt_traces(self) -> Path:
+        """The `trace_prefix` next to this attempt's log.
+
+        The next attempt empties the exit directory.
+        """
+        log = self.attempt_log.absolute()
+        return log.with_name(f"{log.stem}-nccl_trace_rank_")
+
+
+class Job(RunJob):
     """Common fields of the jobs of a run's stages."""
 
     config: RunConfig
@@ -83,13 +109,6 @@ class Job(RankJob):
     """Size of the tokenizer's vocabulary, before padding."""
     special_tokens: SpecialTokens
     """Ids of the special tokens."""
-    run_directory: str
-    """Directory of the run: run.json, events.jsonl, checkpoints."""
-    attempt: int = 1
-    """Number of this attempt, counted from 1."""
-    precision: str | None = None
-    """Compute type (fp32, bf16 or fp16), which the run's key contains; None means
-    `config.train.precision`, in files of earlier versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -130,13 +149,8 @@ class TrainJob(Job):
 
     @property
     def trace_prefix(self) -> Path:
-        """Path among the logs, because the next attempt empties the exit directory."""
-        return attempt_traces(self.run_directory, self.attempt)
-
-
-def attempt_traces(run_directory: str, attempt: int) -> Path:
-    """Return the `trace_prefix` of an attempt of a training, next to the attempt's log."""
-    return Path(run_directory).absolute() / "logs" / f"attempt-{attempt:03d}-nccl_trace_rank_"
+        """Path among the logs."""
+        return self.attempt_traces
 
 
 class EvaluateJob(Job):

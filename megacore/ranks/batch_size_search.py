@@ -20,7 +20,7 @@ from megacore.errors import ConfigError, MemoryExhaustedError, RankLostError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware, memory_info
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
-from megacore.ranks.stages import attempt_log, finetune, nothing, run_ranks
+from megacore.ranks.stages import finetune, nothing, run_ranks
 
 
 @dataclass(frozen=True)
@@ -421,7 +421,7 @@ def measure_epoch(
     """
     folder = scratch / "epoch"
     measured = _in_folder(job, folder, batch)
-    watch.on_start(attempt_log(measured))
+    watch.on_start(measured.attempt_log)
     finetune(measured, watch.on_poll)
     result = read_object(folder / "result.json")
     for name in ("checkpoints", "best"):

@@ -46,11 +46,6 @@ def next_attempt(run_directory: Path) -> int:
         return 1
 
 
-def attempt_log(job: TrainJob | FinetuneJob) -> Path:
-    """Return the path of this attempt's log."""
-    return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
-
-
 def train(
     job: TrainJob, on_poll: Callable[[], None] = nothing, inherited: Sequence[int] = ()
 ) -> None:
@@ -73,12 +68,7 @@ def train(
         MemoryExhaustedError: memory ran out; the message contains the predicted memory and advice,
             even if the kernel killed the rank.
     """
-    run_directory = Path(job.run_directory)
-    with workspace_errors(run_directory):
-        attempt_log(job).parent.mkdir(parents=True, exist_ok=True)
-        job_file = run_directory / RUN_FILE
-        job.write(job_file)
-    log = attempt_log(job)
+    log, job_file = job.attempt_log, _written(job)
     env = prepare_operators(job, job_file, log, on_poll)
     prepare_hosts(job, job.config.launch)
     start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
@@ -100,16 +90,20 @@ def finetune(
     Arguments and errors are those of `train`; nothing is compiled. A LaunchError may also say that
     a host does not see the directories.
     """
-    run_directory = Path(job.run_directory)
-    log = attempt_log(job)
-    with workspace_errors(run_directory):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        job_file = run_directory / RUN_FILE
-        job.write(job_file)
+    log, job_file = job.attempt_log, _written(job)
     reads = [Path(job.pretrained_directory), Path(job.examples_directory)]
     minutes = job.config.launch.timeout_minutes
     with first_read(job, reads, on_poll) as polled:
         run_ranks(job, "megacore.ranks.finetune", job_file, log, polled, minutes, inherited)
+
+
+def _written(job: TrainJob | FinetuneJob) -> Path:
+    """Write the job of an attempt into the run's directory, and return its path."""
+    job_file = Path(job.run_directory) / RUN_FILE
+    with workspace_errors(job_file.parent):
+        job.attempt_log.parent.mkdir(parents=True, exist_ok=True)
+        job.write(job_file)
+    return job_file
 
 
 def run_ranks(
@@ -276,27 +270,23 @@ def supervise_job(
     Raises:
         MegacoreError: any error of `supervise`.
     """
+    launch = job.config.launch
     supervise(
         start.command,
         log=log,
         exit_directory=Path(job.exit_directory),
         env=start.env,
-        stop_grace=job.config.launch.stop_grace,
+        stop_grace=launch.stop_grace,
         timeout=None if minutes is None else minutes * 60,
         on_poll=on_poll,
-        stall_limit=job.config.launch.stall_limit,
-        ranks=_ranks_to_come(job),
+        stall_limit=launch.stall_limit,
+        # A scheduler may grant fewer hosts.
+        ranks=None if launch.elastic and launch.has_scheduler else job.ranks,
         hosts=start.hosts,
         stop_margin=start.stop_margin,
         again=start.again,
         inherited=inherited,
     )
-
-
-def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
-    """Return the number of expected ranks; None if a scheduler may grant fewer hosts."""
-    launch = job.config.launch
-    return None if launch.elastic and launch.has_scheduler else job.ranks
 
 
 def run_job(
@@ -305,7 +295,7 @@ def run_job(
     scratch: Path,
     *,
     launch: LaunchConfig = LaunchConfig(),  # noqa: B008  the default is frozen
-    on_poll: Callable[[], None] = lambda: None,
+    on_poll: Callable[[], None] = nothing,
 ) -> dict[str, Any]:
     """Run the job's ranks and return the result that they wrote to `job.output`.
 

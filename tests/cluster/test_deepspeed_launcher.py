@@ -79,7 +79,7 @@ def test_two_local_ranks_train_and_leave_home_and_tmp_empty(
     assert _runs.events(directory)[-1]["reason"] == "finished"
     assert (
         "iteration        6/       6"
-        in stages.attempt_log(_runs.job(_runs.config(), data, directory)).read_text()
+        in _runs.job(_runs.config(), data, directory).attempt_log.read_text()
     )
     assert child_pids() <= before
     assert [

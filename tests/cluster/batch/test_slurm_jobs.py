@@ -51,9 +51,7 @@ def fake(
 def training(directory: Path, data: Path, settings: LaunchConfig, ranks: int) -> Attempt:
     run = _runs.config(launch=settings.model_dump(), train=TRAIN, checkpoint={"save_interval": 5})
     job = _runs.job(run, data, directory, ranks=ranks)
-    return Attempt(
-        lambda on_poll: stages.train(job, on_poll), stages.attempt_log(job), directory / "exit"
-    )
+    return Attempt(lambda on_poll: stages.train(job, on_poll), job.attempt_log, directory / "exit")
 
 
 @pytest.fixture(scope="module")
