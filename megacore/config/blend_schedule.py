@@ -22,10 +22,8 @@ def source_names(data: DataConfig) -> tuple[str, ...]:
 
     It is the name in the configuration, or the number and the end of the source's path or name.
     """
-    blends = [data.blend or ()]
-    if data.split_blends is not None:
-        blends += [data.split_blends.train, data.split_blends.valid, data.split_blends.test]
-    names = {each.source: each.name for blend in reversed(blends) for each in blend if each.name}
+    blends = reversed(data.blends.values())
+    names = {each.source: each.name for blend in blends for each in blend if each.name}
     return tuple(
         names.get(source) or f"{number}-{_short(source)}"
         for number, source in enumerate(data.sources)
@@ -52,15 +50,18 @@ def _short(source: Any) -> str:
 
 
 def check_blends(data: DataConfig) -> None:
-    """Raise ValueError for weights, names, limits or a schedule that do not fit the blends."""
-    blends = {"blend": data.blend or ()}
-    if data.split_blends is not None:
-        splits = data.split_blends
-        blends = {
-            "split_blends.train": splits.train,
-            "split_blends.valid": splits.valid,
-            "split_blends.test": splits.test,
-        }
+    """Raise ValueError for sources, weights, names, limits or a schedule that do not fit."""
+    for blend, each in data.blends.items():
+        sources = [member.source for member in each]
+        twice = next(
+            (number for number, source in enumerate(sources) if source in sources[:number]), None
+        )
+        if twice is not None:
+            raise ValueError(
+                f"data.{blend}[{twice}] names the source of "
+                f"data.{blend}[{sources.index(sources[twice])}] again: give it the sum of their "
+                "weights once"
+            )
     members = data.train_blend
     if not members:
         for name in ("blend_schedule", "blend_temperature"):
@@ -69,7 +70,7 @@ def check_blends(data: DataConfig) -> None:
                     f"data.{name} is given without data.blend or data.split_blends: give one of "
                     "them, or remove the former"
                 )
-    for blend, each in blends.items():
+    for blend, each in data.blends.items():
         for number, member in enumerate(each):
             where = f"data.{blend}[{number}]"
             if (member.weight is None) != (data.blend_temperature is not None):

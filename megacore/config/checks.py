@@ -60,11 +60,8 @@ def check_sections(config: "RunConfig") -> None:
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_profile(config.train)
-    _check_compile(config.train, config.engine)
-    _check_spike_action(config.train, config.engine)
-    if config.train.cuda_graphs:
-        _check_cuda_graphs(config)
-    _check_kernels(config.train, config.engine)
+    if config.engine == "deepspeed":
+        _check_native_options(config.train)
     _check_warmup(config)
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_muon(config.optim)
@@ -74,18 +71,14 @@ def check_sections(config: "RunConfig") -> None:
     _check_contamination(config)
     _check_resume(config)
     launch = config.launch
-    ranks = (
-        launch.nproc_per_node
-        if isinstance(launch.nproc_per_node, int) and launch.hostfile is None
-        else None
-    )
-    if ranks is not None and launch.has_scheduler:
-        ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
+    ranks = None
+    if launch.nproc_per_node != "auto" and launch.hostfile is None and not launch.elastic:
+        ranks = launch.nproc_per_node * (launch.node_range or (1, 1))[0]
     if config.engine == "deepspeed":
         from megacore.config.deepspeed_checks import check_deepspeed
 
-        layout = None if ranks is None else ParallelLayout.of(config.parallel, ranks)
-        check_deepspeed(config, None if layout is None else layout.data)
+        layout = ParallelLayout.of(config.parallel, ranks)
+        check_deepspeed(config, None if ranks is None else layout.data)
     check_layout(config, ranks)
 
 
@@ -131,7 +124,6 @@ def _check_data(data: DataConfig) -> None:
             f"data.split is {data.split!r} but data.split_blends says what each split holds: "
             "remove one of them"
         )
-    _check_members(data)
     check_blends(data)
     if data.packing != "packed":
         cut = {"index_style": "megatron", "split_sentences": False, "drop_last_partial": True}
@@ -186,27 +178,6 @@ def _check_ends(data: DataConfig) -> None:
             raise ValueError(
                 f"data.fim needs the tokens {', '.join(missing)}: add them to "
                 "data.tokenizer.special_tokens"
-            )
-
-
-def _check_members(data: DataConfig) -> None:
-    """Raise ValueError for a source that a blend names twice."""
-    blends = {"blend": data.blend or ()}
-    if data.split_blends is not None:
-        blends = {
-            f"split_blends.{name}": getattr(data.split_blends, name)
-            for name in ("train", "valid", "test")
-        }
-    for name, blend in blends.items():
-        sources = [member.source for member in blend]
-        twice = next(
-            (number for number, source in enumerate(sources) if source in sources[:number]), None
-        )
-        if twice is not None:
-            raise ValueError(
-                f"data.{name}[{twice}] names the source of "
-                f"data.{name}[{sources.index(sources[twice])}] again: give it the sum of their "
-                "weights once"
             )
 
 
@@ -295,29 +266,31 @@ def _check_profile(train: TrainConfig) -> None:
         )
 
 
-def _check_compile(train: TrainConfig, engine: str) -> None:
-    if train.compile == "on" and engine == "deepspeed":
+def _check_native_options(train: TrainConfig) -> None:
+    """Raise ValueError for options that the engine deepspeed does not have."""
+    if train.compile == "on":
         raise ValueError(
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
         )
-
-
-def _check_spike_action(train: TrainConfig, engine: str) -> None:
-    if train.loss_spike_action == "skip" and engine == "deepspeed":
+    if train.loss_spike_action == "skip":
         raise ValueError(
             "train.loss_spike_action is skip and engine is deepspeed, which changes the weights "
             "before it sees a spike: set train.loss_spike_action to warn or stop, or engine to "
             "native"
         )
-
-
-def _check_cuda_graphs(config: "RunConfig") -> None:
-    if config.engine == "deepspeed":
+    if train.cuda_graphs:
         raise ValueError(
             "train.cuda_graphs is true and engine is deepspeed, which waits for the GPU in every "
             "pass: set train.cuda_graphs to false, or engine to native"
         )
+    for operation in ("weight_gradient", "adamw"):
+        option = getattr(train.kernels, operation)
+        if option not in ("auto", "plain"):
+            raise ValueError(
+                f"train.kernels.{operation} is {option}, which has no effect with "
+                "engine deepspeed, whose own optimizer is used: remove it, or set engine to native"
+            )
 
 
 def check_device(train: TrainConfig, device_type: str, owner: str = "this machine") -> None:
@@ -329,19 +302,6 @@ def check_device(train: TrainConfig, device_type: str, owner: str = "this machin
         raise ConfigError(
             f"train.cuda_graphs is true, which needs a GPU, and {owner} has none: set it to false"
         )
-
-
-def _check_kernels(train: TrainConfig, engine: str) -> None:
-    """Refuse implementations of operations that DeepSpeed's engine computes itself."""
-    options = train.kernels.written
-    if engine != "deepspeed" or isinstance(options, str):
-        return
-    for operation in ("weight_gradient", "adamw"):
-        if options.get(operation, "auto") not in ("auto", "plain"):
-            raise ValueError(
-                f"train.kernels.{operation} is {options[operation]}, which has no effect with "
-                "engine deepspeed, whose own optimizer is used: remove it, or set engine to native"
-            )
 
 
 def _check_warmup(config: "RunConfig") -> None:

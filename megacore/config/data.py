@@ -499,10 +499,16 @@ class DataConfig(Section):
         """All distinct sources, in the order of their first appearance."""
         if self.source is not None:
             return (self.source,)
-        members = self.blend or ()
-        if self.split_blends is not None:
-            members = (*self.split_blends.train, *self.split_blends.valid, *self.split_blends.test)
+        members = (member for blend in self.blends.values() for member in blend)
         return tuple(dict.fromkeys(member.source for member in members))
+
+    @property
+    def blends(self) -> dict[str, tuple[WeightedSource, ...]]:
+        """Members of each blend by its name in this section; none for a single source."""
+        if self.split_blends is None:
+            return {} if self.blend is None else {"blend": self.blend}
+        names = ("train", "valid", "test")
+        return {f"split_blends.{name}": getattr(self.split_blends, name) for name in names}
 
     @property
     def train_blend(self) -> tuple[WeightedSource, ...]:

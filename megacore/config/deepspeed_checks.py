@@ -22,14 +22,10 @@ _STAGE_3_ONLY = (
 
 
 def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None:
-    """Raise ValueError for options that the engine deepspeed does not support.
+    """Raise ValueError for options of a run with the engine deepspeed that it does not support.
 
-    Args:
-        config: configuration of the run.
-        data_parallel_size: data-parallel size; None if not yet known.
+    The data-parallel size is None if it is not yet known, here and below.
     """
-    if config.engine == "native":
-        return
     if config.optim.name != "adam":
         raise ValueError(
             f"optim.name is {config.optim.name}, which needs the engine native, but engine is "
@@ -108,10 +104,8 @@ def _check_buckets(asked: UserSettings) -> None:
 def _check_offload(section: DeepSpeedConfig, asked: UserSettings) -> None:
     devices = {what: asked.device(what) for what in ("offload_optimizer", "offload_param")}
     for what, device in devices.items():
-        key, least = (
-            f"zero_optimization.{what}.device",
-            3 if what == "offload_param" or device == "nvme" else 1,
-        )
+        key = f"zero_optimization.{what}.device"
+        least = 3 if what == "offload_param" or device == "nvme" else 1
         if device != "none" and asked.stage < least:
             raise ValueError(
                 f"{asked.named(key)} is {device} but {asked.named(_STAGE)} is {asked.stage}: it "
@@ -210,11 +204,7 @@ SAME_IN_FP16 = {key: f"optim.loss_scale.{field}" for field, key in LOSS_SCALE.it
 """Like SAME, for keys that apply only with precision fp16."""
 _COMPARED = (
     *SAME,
-    "gradient_accumulation_steps",
-    "fp16.",
-    "bf16.enabled",
-    "optimizer.",
-    "scheduler.",
+    *("gradient_accumulation_steps", "fp16.", "bf16.enabled", "optimizer.", "scheduler."),
 )
 
 
@@ -226,13 +216,7 @@ def is_compared(key: str) -> bool:
 def check_agreement(
     config: "RunConfig", asked: UserSettings, data_parallel_size: int | None
 ) -> None:
-    """Raise ValueError for the first value of the JSON that contradicts the configuration.
-
-    Args:
-        config: configuration of the run.
-        asked: options read from its JSON.
-        data_parallel_size: data-parallel size; None if not yet known.
-    """
+    """Raise ValueError for the first value of the JSON that contradicts the configuration."""
     for key, name in SAME.items():
         _same(asked, key, name, attrgetter(name)(config))
     _check_accumulation(config.train, asked, data_parallel_size)

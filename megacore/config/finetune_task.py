@@ -223,10 +223,8 @@ def classification_settings(task: ClassificationConfig) -> ClassificationSetting
                 f"remove it, or set task.regression to {str(not regression).lower()}"
             )
     glue_columns = glue.columns if glue else (None, None)
-    first, second = (
-        task.sentence1_column or glue_columns[0],
-        task.sentence2_column or glue_columns[1],
-    )
+    first = task.sentence1_column or glue_columns[0]
+    second = task.sentence2_column or glue_columns[1]
     assert first is not None  # The configuration names a column or a GLUE task.
     labels = task.labels or (glue.labels if glue else None)
     return ClassificationSettings(

@@ -105,15 +105,8 @@ class LaunchConfig(Section):
     configuration."""
     forward_env: tuple[str, ...] = unkeyed(
         (
-            "CUDA_*",
-            "NCCL_*",
-            "GLOO_*",
-            "UCX_*",
-            "TORCH_*",
-            "PYTORCH_*",
-            "PYTHON*",
-            "DS_*",
-            "MEGACORE_*",
+            *("CUDA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTORCH_*"),
+            *("PYTHON*", "DS_*", "MEGACORE_*"),
         )
     )
     """Environment variables to forward to the other hosts: names, or prefixes with * at the end. No

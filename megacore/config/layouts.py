@@ -270,10 +270,8 @@ def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | N
     """Check what context parallelism needs of the model, the sequence and the engine."""
     if layout.context == 1:
         return None
-    setting, remedy = (
-        f"parallel.context_parallel_size is {layout.context}",
-        "set parallel.context_parallel_size to 1",
-    )
+    setting = f"parallel.context_parallel_size is {layout.context}"
+    remedy = "set parallel.context_parallel_size to 1"
     if config.family != "gpt":
         return Refusal(
             f"{setting} but family is {config.family}, and only causal models divide their "
@@ -406,11 +404,8 @@ def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusa
     """
     if config.engine != "deepspeed" or layout.pipeline == 1:
         return None
-    user_settings, stages = (
-        user_settings_of(config),
-        f"parallel.pipeline_model_parallel_size is {layout.pipeline}",
-    )
-    native = "set engine to native"
+    user_settings, native = user_settings_of(config), "set engine to native"
+    stages = f"parallel.pipeline_model_parallel_size is {layout.pipeline}"
     if user_settings.stage >= 2:
         name = user_settings.named("zero_optimization.stage")
         return Refusal(

@@ -384,10 +384,8 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
                     "latter to rope, or remove the former"
                 )
     if model.position_embedding_type == "relative":
-        buckets, distance = (
-            model.relative_attention_num_buckets,
-            model.relative_attention_max_distance,
-        )
+        buckets = model.relative_attention_num_buckets
+        distance = model.relative_attention_max_distance
         if buckets % 4 or distance <= buckets // 2:
             raise ValueError(
                 f"model.relative_attention_num_buckets {buckets} and "
