@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,10 +58,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
     output: Annotated[Path | None, typer.Option(help="write the JSON to this file too")] = None,
-    workspace: Annotated[
-        Path | None,
-        typer.Option("--workspace", help="root directory of all artifacts (MEGACORE_WORKSPACE)"),
-    ] = None,
+    workspace: WorkspaceOption = None,
 ) -> None:
     """Examine every host of a job, in parallel.
 

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -113,7 +111,8 @@ def evaluate(
     check_passkeys(model_tokenizer, passkeys, source.spec.max_position_embeddings)
     length = seq_length or source.spec.max_position_embeddings
     check_windows(length, overlapping_eval, source.spec.max_position_embeddings)
-    with scratch_directory() as scratch:
+    with TemporaryDirectory(prefix="megacore-") as directory:
+        scratch = Path(directory)
         job = ZeroShotJob(
             source=source,
             tokenizer_directory=str(model_source.tokenizer_directory(source, tokenizer)),
@@ -296,7 +295,8 @@ def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
     from megacore.jobs.model import GenerateJob, places
     from megacore.ranks.stages import run_job
 
-    with scratch_directory() as scratch:
+    with TemporaryDirectory(prefix="megacore-") as directory:
+        scratch = Path(directory)
         job = GenerateJob(**fields, **places(scratch))
         report = run_job("megacore.ranks.generate", job, scratch)
     return report["continuations"]  # type: ignore[no-any-return]
@@ -451,10 +451,3 @@ def _check_divided(spec: "ModelSpec", tensor: int) -> None:
                 f"{name} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
                 "a size that divides it"
             )
-
-
-@contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """Yield a temporary directory for a job file and the log of the ranks."""
-    with TemporaryDirectory(prefix="megacore-") as directory:
-        yield Path(directory)

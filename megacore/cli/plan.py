@@ -104,7 +104,8 @@ def plan(
         if write is not None:
             _check_slots(config, gpus or 1)
         result = _searched(config, hardware, gpus or 1, top=top or _TOP, front=chart is not None)
-        _print_search(result, price)
+        _print_table(result.table(price))
+        _print(result.summary())
         if chart is not None:
             from megacore.plan.draw import draw_search
 
@@ -323,11 +324,6 @@ def _check_slots(config: "RunConfig", gpus: int) -> None:
             f"--gpus is {gpus} and {config.launch.hostfile} has {slots} slots, which a run of the "
             f"written configuration would start: give --gpus {slots}, or another launch.hostfile"
         )
-
-
-def _print_search(result: "SearchResult", price: float | None) -> None:
-    _print_table(result.table(price))
-    _print(result.summary())
 
 
 def _write_layout(

@@ -49,7 +49,11 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     Raises ConfigError if there is none, or more than one.
     """
     all_runs = runs(workspace)
-    called = [run for run in all_runs if _is_called(run, name)]
+    called = [
+        run
+        for run in all_runs
+        if run["name"] == name or (name != "" and run["key"].startswith(name))
+    ]
     matches = [run for run in called if run["state"] == state]
     if len(matches) == 1:
         return Path(matches[0]["path"])
@@ -124,10 +128,6 @@ def is_training(directory: Path) -> bool:
     )
 
 
-def _is_called(run: dict[str, Any], name: str) -> bool:
-    return run["name"] == name or (name != "" and run["key"].startswith(name))
-
-
 def _run_directories(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         for directory in sorted(folder.iterdir()):
@@ -152,15 +152,18 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
     }
     try:
         config = read_json(directory / RUN_FILE)["config"]
-        run.update(name=config["name"], train_iters=_planned_iterations(config["train"]))
         fine_tunes = "num_epochs" in config["train"]
+        # The steps of a fine-tuning's epochs are unknown until its samples are counted.
+        planned = config["train"]["max_steps" if fine_tunes else "train_iters"]
+        run.update(name=config["name"], train_iters=planned)
         run.update(_progress(directory / EVENTS_FILE, fine_tunes=fine_tunes))
         manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     except (OSError, ValueError, KeyError, TypeError, *_UNREAD):
         return run
     if manifest is not None:
         run.update(evaluated.get(manifest.digest, {}))
-    run["state"] = _state(directory, finished=manifest is not None)
+    finished = "incomplete" if manifest is None else "finished"
+    run["state"] = "running" if is_locked(directory) else finished
     return run
 
 
@@ -187,21 +190,6 @@ def _progress(events: Path, *, fine_tunes: bool) -> dict[str, Any]:
         progress["metric"] = f"{best['metric']} {best['value']:.4f}"
     evaluation = newest("evaluation", field="metrics")
     return progress | {"valid_ppl": evaluation.get("metrics", {}).get("ppl")}
-
-
-def _planned_iterations(train: dict[str, Any]) -> int | None:
-    """Return the planned number of iterations of a configuration, or None if it is unknown.
-
-    The number of steps of a fine-tuning's epochs is unknown until its samples are counted.
-    """
-    planned: int | None = train["max_steps" if "num_epochs" in train else "train_iters"]
-    return planned
-
-
-def _state(directory: Path, *, finished: bool) -> RunState:
-    if is_locked(directory):
-        return "running"
-    return "finished" if finished else "incomplete"
 
 
 def _size(directory: Path) -> int:
