@@ -58,14 +58,8 @@ def executor_of(
 ) -> Executor | None:
     """Return the executor of a choice; None means processes of this host.
 
-    Args:
-        choice: the executor and its options.
-        workers: number of tasks at the same time; None means the executor's default.
-        say: function that shows one sentence on the course of the tasks.
-
-    Raises:
-        ConfigError: an option cannot be used, or a package is not installed.
-        LaunchError: Slurm's programs are not installed.
+    `workers` tasks run at the same time, None means the executor's default; `say` shows one
+    sentence on their course. Raises the errors of `check_executor`.
     """
     check_executor(choice)
     if isinstance(choice, SlurmExecutor):

@@ -67,12 +67,7 @@ def start_ranks(
 ) -> Start:
     """Build the command that starts the job's ranks, on this host or on the hosts of `launch`.
 
-    Args:
-        launch: launcher and hosts.
-        module: entry point of each rank.
-        job: the job of the ranks.
-        job_file: path of the job's JSON file.
-        env: additional variables for each rank.
+    `module` is the entry point of each rank, and `env` has additional variables for it.
 
     Raises:
         ConfigError: the hostfile or the file of variables cannot be read, or a selected GPU of
@@ -290,13 +285,8 @@ def local_torchrun_command(
     Several ranks start through torchrun, on ports that the kernel chooses: no host name is looked
     up and no port can be in use. The rendezvous uses a file next to the config, because torchrun
     unpickles its state, and over TCP anybody who reaches this host could write it. A single rank
-    needs no rendezvous and starts as a plain process, which saves the launcher's import of torch.
-
-    Args:
-        module: entry point of each rank.
-        config_path: path of the job file.
-        ranks: number of ranks.
-        shown: True for a command that is only shown; no file is touched.
+    needs no rendezvous and starts as a plain process, which saves the launcher's import of torch. A
+    command that is only `shown` touches no file.
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
@@ -337,16 +327,10 @@ def local_deepspeed_command(
     devices: Sequence[int] | None = None,
     shown: bool = False,
 ) -> list[str]:
-    """Return DeepSpeed's command for `ranks` processes of `module` on this host.
+    """Return DeepSpeed's command for `ranks` processes of `module` on this host, at 127.0.0.1.
 
-    The rendezvous is at 127.0.0.1.
-
-    Args:
-        module: entry point of each rank.
-        config_path: path of the job file.
-        ranks: number of ranks.
-        devices: GPUs of the ranks; None means the first visible ones.
-        shown: True for a command that is only shown; it has a placeholder instead of a free port.
+    `devices` are the GPUs of the ranks, None means the first visible ones. A command that is only
+    `shown` has a placeholder instead of a free port.
     """
     port = "<free port>" if shown else free_port()
     gpus = {"localhost": visible_devices(ranks) if devices is None else [*devices]}

@@ -134,14 +134,8 @@ def check_past_weights(
 ) -> None:
     """Refuse a schedule that differs within the samples that a checkpoint was trained on.
 
-    Args:
-        before: the section `data` of the checkpoint's configuration as JSON.
-        now: the section `data` of the configuration that resumes.
-        consumed_samples: samples that the checkpoint was trained on.
-        checkpoint: name of the checkpoint in messages.
-
-    Raises:
-        ConfigError: a step before `consumed_samples` was added, changed or removed.
+    `before` is the section `data` of the checkpoint's configuration as JSON. Raises ConfigError if
+    a step before `consumed_samples` was added, changed or removed.
     """
     length = before.get("seq_length", now.seq_length)
     past = [BlendStep.model_validate(step) for step in before.get("blend_schedule") or ()]

@@ -231,14 +231,9 @@ def check_agreement(
 def _same(
     asked: UserSettings, key: str, name: str, configured: Any, *, default: Any = None
 ) -> None:
-    """Raise ValueError unless a key is absent or equals the configuration's value.
+    """Raise ValueError unless a key is absent or equals the value `name` of the configuration.
 
-    Args:
-        asked: options read from the JSON.
-        key: key of the JSON.
-        name: name of the value in the configuration.
-        configured: value in the configuration.
-        default: DeepSpeed's value for an absent key; None to accept an absent key.
+    `default` is DeepSpeed's value for an absent key; None accepts an absent key.
     """
     value = asked.values.get(key, None if key in asked.autos else default)
     if value is None or value == configured:

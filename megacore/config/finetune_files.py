@@ -61,13 +61,9 @@ def read_files(values: dict[str, Any], roots: Mapping[str, Sequence[Path]]) -> d
 def merge_files(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of a configuration merged with those of its files.
 
-    Args:
-        values: plain values by section; wrong types are left for their section to refuse.
-        names: names of the files in messages, by the dotted name of the value with the content.
-
-    Raises:
-        ValueError: a file requests something unsupported, or contradicts the configuration or the
-            other file.
+    `names` has the files' names in messages, by the dotted name of the value with the content.
+    Values of wrong types are left for their section to refuse. Raises ValueError if a file requests
+    something unsupported, or contradicts the configuration or the other file.
     """
     merged = copy.deepcopy(dict(values))
     launch = merged.get("launch")

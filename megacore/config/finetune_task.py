@@ -256,11 +256,9 @@ def _check_against(task: ClassificationConfig, glue: GlueSettings) -> None:
 def metric_names(
     task: ClassificationConfig | MultipleChoiceConfig | Seq2SeqConfig | CausalLmConfig,
 ) -> tuple[str, ...]:
-    """Return the names of the task's metrics, without the loss.
+    """Return the names of the task's metrics, without the loss. Raises ConfigError.
 
     The first one selects the best model unless the configuration names another.
-
-    Raises ConfigError.
     """
     match task:
         case ClassificationConfig():
@@ -276,12 +274,8 @@ def metric_names(
 def best_metric(task: TaskConfig, name: str | None) -> tuple[str, bool]:
     """Return the metric that selects the best model, and whether larger values are better.
 
-    Args:
-        task: options of the task.
-        name: `train.best_metric`; None means the task's first metric.
-
-    Raises:
-        ConfigError: the task does not compute the metric.
+    `name` is `train.best_metric`, None for the task's first metric. Raises ConfigError if the task
+    does not compute it.
     """
     names = metric_names(task)
     name = name or names[0]

@@ -55,15 +55,10 @@ class Declaration:
 def declaration(
     section: type[BaseModel], name: str, inherited: Declaration | None
 ) -> Declaration | None:
-    """Return the declaration of a field, or the declaration inherited from its section.
+    """Return the declaration of a field, or `inherited` of the field that contains the section.
 
-    Args:
-        section: class of the section.
-        name: name of the field.
-        inherited: declaration of the field that contains the section; None where it names no stage.
-
-    Raises:
-        TypeError: the field is neither keyed() nor unkeyed().
+    None means that neither names a stage. Raises TypeError if the field is neither keyed() nor
+    unkeyed().
     """
     extra = section.model_fields[name].json_schema_extra
     if not isinstance(extra, dict) or STAGES not in extra:

@@ -86,16 +86,10 @@ class Refusal(NamedTuple):
 def check_layout(
     config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None
 ) -> ParallelLayout:
-    """Return the layout that a configuration requests.
+    """Return the layout that a configuration requests, with one replica if `ranks` is None.
 
-    Args:
-        config: configuration of the run.
-        ranks: number of ranks; None if the host decides it, in which case one replica is checked.
-        padded_vocab_size: entries of the padded vocabulary; None if not yet known.
-
-    Raises:
-        ValueError: the layout cannot work; the message has all the numbers and the nearest valid
-            layouts.
+    Raises ValueError if the layout cannot work; the message has all the numbers and the nearest
+    valid layouts. Without a padded vocabulary its division is not checked.
     """
     requested = ParallelLayout.of(config.parallel, ranks)
     refusal = _refused_world(requested, ranks) or refused(config, requested, padded_vocab_size)
@@ -125,16 +119,10 @@ def nearest_layouts(
 ) -> list[ParallelLayout]:
     """Return up to `PROPOSALS` valid layouts of `ranks` ranks, nearest to `asked` first.
 
-    Equally near layouts are sorted by the number of replicas, because fewer replicas need less
-    memory per rank. Virtual stages are proposed only if `asked` has some, and
-    the context-parallel size does not change.
-
-    Args:
-        config: configuration of the run; its own layout is ignored.
-        asked: requested layout.
-        ranks: number of ranks of each layout.
-        padded_vocab_size: entries of the padded vocabulary; None if not yet known.
-        data: data-parallel size of each layout; None for any.
+    The layout of `config` itself is ignored. Equally near layouts are sorted by the number of
+    replicas, because fewer replicas need less memory per rank. Virtual stages are proposed only if
+    `asked` has some, and the context-parallel size does not change. All layouts have `data`
+    replicas, unless it is None.
     """
     possible = [
         layout

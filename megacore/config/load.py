@@ -538,11 +538,8 @@ def format_errors(
 ) -> str:
     """Return all validation errors, one clause per key, joined by semicolons.
 
-    Args:
-        error: error raised by the validation.
-        schema: class against which the values were validated.
-        merged: values and their files; a clause then names the extended file that it is about, or
-            says that it is about an override.
+    With `merged`, a clause also names the extended file that it is about, or says that it is about
+    an override.
     """
     # Each alternative of a union reports its own errors: only the first error of each key is shown.
     items = [item for item in error.errors() if not _follows(item, error.errors())]

@@ -180,17 +180,11 @@ def new_token_limits(
     *,
     answers: bool = False,
 ) -> list[int]:
-    """Return the number of new tokens that each prompt may get.
+    """Return the number of new tokens that each prompt, of token ids, may get.
 
-    Args:
-        prompts: token ids of each prompt.
-        options: options with the requested number of new tokens.
-        positions: longest sequence of the model, in tokens.
-        answers: True if the new tokens form a separate sequence, like those of T5; False if they
-            follow the prompt.
-
-    Raises:
-        ConfigError: a prompt is empty, fills all positions, or leaves fewer than `max_new_tokens`.
+    The model has `positions` positions. With `answers`, the new tokens are a separate sequence,
+    like those of T5; otherwise they follow the prompt. Raises ConfigError if a prompt is empty,
+    fills all positions, or leaves fewer than `max_new_tokens`.
     """
     return [
         _limit(number, len(prompt), options, positions, answers)

@@ -151,10 +151,7 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
 def write_reason(directory: Path | str, rank: int, error: BaseException) -> None:
     """Write the reason for the end of `rank` atomically to `rank_<rank>.json` in `directory`.
 
-    The directory is created if it does not exist.
-
-    Raises:
-        WorkspaceError: the file cannot be written.
+    Raises WorkspaceError.
     """
     path = Path(directory) / f"rank_{rank}.json"
     with workspace_errors(path):
@@ -233,14 +230,11 @@ def remove_rank_files(directory: Path, *more: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason.
+    """Ask the kernel to kill this process when its parent ends for any reason. Raises OSError.
 
     The kernel watches the thread that started this process. The parent must therefore start its
     children from a thread that lives as long as they do; torchrun does. If the parent ended before
     this call, the guard ends this process.
-
-    Raises:
-        OSError: the kernel refuses the request.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -296,15 +296,10 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
 
 
 def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None]) -> list[int]:
-    """End the processes that `find` returns: SIGTERM, then SIGKILL after `grace` seconds.
+    """End the processes whose ids `find` returns: SIGTERM, then SIGKILL after `grace` seconds.
 
-    Args:
-        find: function that returns the ids of the live processes to end.
-        grace: seconds between SIGTERM and SIGKILL.
-        reap: function that reaps children that have ended.
-
-    Returns:
-        Ids of the processes that survived SIGKILL for KILL_LIMIT seconds.
+    `reap` reaps children that have ended. Returns the ids of the processes that survived SIGKILL
+    for KILL_LIMIT seconds.
     """
     started = time.monotonic()
     signalled: set[int] = set()

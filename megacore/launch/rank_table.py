@@ -217,11 +217,8 @@ def furthest_behind(states: Sequence[RankState]) -> RankState:
 def table(states: Sequence[RankState], first: RankState | None, sentence: str) -> str:
     """Return the sentence, the table and the stacks as one text.
 
-    Args:
-        states: states of the ranks.
-        first: rank that the sentence is about; it is marked and its stacks come first. None if
-            there is no such rank.
-        sentence: message of the error.
+    `first` is the rank that the sentence is about, if there is one: it is marked, and its stacks
+    come first.
     """
     rows = [_HEADER, *(_row(state, state is first) for state in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]

@@ -153,13 +153,8 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     """Return the number of out-of-memory kills so far in this control group, else on this host.
 
     The counter of a control group counts its own processes, no matter who used up the memory. The
-    host's counter counts all processes.
-
-    Args:
-        root: parent directory of /proc and /sys.
-
-    Returns:
-        The number of kills; None if there is no counter.
+    host's counter counts all processes. None means that there is no counter. `root` is the parent
+    directory of /proc and /sys.
     """
     for path in [*_group_files(root), root / "proc/vmstat"]:
         if (count := _field(path, "oom_kill")) is not None:
@@ -305,8 +300,7 @@ def read_launcher_state(exit_directory: Path) -> LauncherState | None:
 def forget_launcher_state(exit_directory: Path) -> None:
     """Remove the state of an earlier attempt, which must not count for this one.
 
-    Raises:
-        WorkspaceError: the file cannot be removed.
+    Raises WorkspaceError.
     """
     path = launcher_state_path(exit_directory)
     with workspace_errors(path):

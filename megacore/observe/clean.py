@@ -176,17 +176,11 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
 
 
 def remove(items: list[Removable]) -> list[Removable]:
-    """Delete the items that nothing uses, and return those.
+    """Delete those of the listed items that nothing uses, and return them.
 
     The locks of an item are held meanwhile. A run that uses an artifact changes its modification
     time first. Directories other than temporaries are renamed first, so that no reader sees them
-    half deleted.
-
-    Args:
-        items: what `stale_temporaries`, `old_artifacts` and `old_downloads` returned.
-
-    Raises:
-        WorkspaceError: an item cannot be deleted.
+    half deleted. Raises WorkspaceError if an item cannot be deleted.
     """
     removed = []
     for item in items:

@@ -276,12 +276,9 @@ class Peaks:
 
     @classmethod
     def of(cls, device: "torch.device", precision: str, *, tf32: bool = False) -> "Peaks":
-        """Measure a device's rate and look up the vendor's.
+        """Measure a device's rate, of a CPU with this process's threads, and look up the vendor's.
 
-        Args:
-            device: device of this rank; a CPU's rate is that of this process's threads.
-            precision: "fp32", "bf16" or "fp16".
-            tf32: True if matrix products of fp32 are in TF32.
+        `tf32` is True if matrix products of fp32 are in TF32.
         """
         import torch
 
@@ -311,16 +308,9 @@ def peak_by_name(
 ) -> float | None:
     """Return the peak rate of a GPU by the vendor's figures, in TFLOP/s.
 
-    A MIG slice has the share of its multiprocessors in those of the card.
-
-    Args:
-        device_name: name of the device, as torch and the driver give it.
-        precision: "fp32", "tf32", "bf16" or "fp16".
-        multiprocessors: number of the device's multiprocessors.
-
-    Returns:
-        The rate, or None if the device is not in the table or does not support the precision, or
-        if the share of a slice is unknown.
+    A MIG slice has the share of its multiprocessors in those of the card. None means that the
+    device, by its name from torch or the driver, is not in the table or does not support the
+    precision (fp32, tf32, bf16 or fp16), or that the share of a slice is unknown.
     """
     words, rate = _words(device_name), _rate(device_name)
     if rate is None or (precision in ("bf16", "tf32") and not rate.has_bf16):
@@ -351,12 +341,9 @@ def _words(device_name: str) -> set[str]:
 def measured_matmul_tflops(
     precision: str, seconds: float = _MEASURING_SECONDS, device: "torch.device | None" = None
 ) -> float:
-    """Measure the best rate of square matrix products, in TFLOP/s.
+    """Measure the best rate of square matrix products for about `seconds`, in TFLOP/s.
 
-    Args:
-        precision: "fp32", "bf16" or "fp16".
-        seconds: approximate duration of the measurement.
-        device: device to measure; None means this process's CPU threads.
+    A device of None means this process's CPU threads.
     """
     import torch
 

@@ -135,14 +135,8 @@ class Activations:
     ) -> tuple[int, int]:
         """Return the most activations that a stage with these chunks stores over its schedule.
 
-        Args:
-            chunks: chunks of the stage.
-            stage: number of the pipeline stage.
-            micro_batches: number of micro batches of a step.
-
-        Returns:
-            Bytes of activations with those of a recomputed layer, and the largest number of micro
-            batches whose logits exist at a time.
+        They are the bytes of activations with those of a recomputed layer, and the largest number
+        of micro batches whose logits exist at a time.
         """
         sizes = [self.chunk(chunk) for chunk in chunks]
         heads = [int(chunk.has_head) for chunk in chunks]
@@ -261,13 +255,9 @@ class Activations:
     def _most(
         self, sizes: Sequence[int], kept: Sequence[int], stage: int, micro_batches: int
     ) -> int:
-        """Return the peak over a stage's schedule.
+        """Return the peak over a stage's schedule, of micro batches with `sizes` on its chunks.
 
-        Args:
-            sizes: size of a micro batch on each chunk of the stage.
-            kept: size of it that delayed weight gradients need after the backward pass.
-            stage: number of the pipeline stage.
-            micro_batches: number of micro batches of a step.
+        Delayed weight gradients need `kept` of it after the backward pass.
         """
         passes = self._passes(stage, micro_batches, len(sizes))
         delayed = _delayed_chunks(passes)
@@ -295,11 +285,8 @@ class Activations:
     def loss_blocks(self, logits: int) -> int:
         """Return the additional bytes of the loss of a micro batch on a GPU.
 
-        It is computed in fp32 blocks of its logits: one exists at a time, two with a divided
-        vocabulary.
-
-        Args:
-            logits: bytes of the micro batch's logits.
+        It is computed in fp32 blocks of its logits, of `logits` bytes: one exists at a time, two
+        with a divided vocabulary.
         """
         copies = (1 if self._tensor == 1 else 2) - (self.element == 4)
         if self.config.model.final_logit_softcapping is not None:
@@ -309,10 +296,7 @@ class Activations:
     def evaluation(self, logits: int) -> int:
         """Return the bytes of a micro batch's forward pass without gradients on a GPU.
 
-        It is less than a layer stores, and the loss.
-
-        Args:
-            logits: bytes of the micro batch's logits.
+        It is less than a layer stores, and the loss, with `logits` bytes of logits.
         """
         return max(self.layer, logits + self.loss_blocks(logits))
 
@@ -557,10 +541,8 @@ def _delayed_chunks(passes: Sequence[Pass]) -> frozenset[int]:
 def _change(each: Pass, sizes: Sequence[int], kept: Sequence[int]) -> int:
     """Return by how much a pass changes what is stored.
 
-    Args:
-        each: pass.
-        sizes: what a forward pass of each chunk stores.
-        kept: what of it, or in its place, delayed weight gradients need after the backward pass.
+    A forward pass stores `sizes` of its chunk; of it, or in its place, delayed weight gradients
+    need `kept` after the backward pass.
     """
     match each.direction:
         case Direction.FORWARD:

@@ -138,10 +138,7 @@ def savings(
 def lighter_recompute(config: RunConfig, deployment: Deployment, room: int) -> str | None:
     """Return one sentence about the lightest recomputation that fits; None if it is configured.
 
-    Args:
-        config: configuration of the run, which must be valid.
-        deployment: ranks and hardware.
-        room: bytes of device memory per rank, of which a tenth stays free.
+    Of the `room` bytes of device memory per rank a tenth stays free.
     """
     everywhere = {} if config.train.recompute_num_layers is None else _ALL_LAYERS
     for kind in _RECOMPUTATIONS[: _RECOMPUTATIONS.index(config.train.recompute)]:
@@ -169,10 +166,7 @@ _MOVES = ("tensor", "pipeline", "ranks")
 def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = None) -> str:
     """Return one clause with the predicted memory of a rank by parts and the best savings.
 
-    Args:
-        config: configuration of the run.
-        deployment: ranks and hardware.
-        rank: rank to describe; None for the rank that needs most.
+    A `rank` of None is the rank that needs most.
     """
     need, best = deployment.estimate(config, rank), savings(config, deployment, rank=rank)[:COUNT]
     who = "the rank that needs most" if rank is None else f"rank {rank}"

@@ -50,16 +50,11 @@ _SHOWN = 4.0
 
 
 def draw(timeline: Timeline, path: Path, name: str) -> Path:
-    """Draw a schedule over time and return the path of the picture.
+    """Draw a schedule over time and return the path of the picture, an .svg or .png.
 
     The picture has a row per pipeline stage. Forward and backward passes have two colors, with a
     shade per chunk. Each box has the number of its micro batch if it fits, and idle time is
     hatched. The title has pp, v, m and the bubble.
-
-    Args:
-        timeline: result of `simulate`.
-        path: path of the file to write, .svg or .png.
-        name: name of the schedule.
 
     Raises:
         ConfigError: the suffix is not supported, or matplotlib is not installed.
@@ -70,19 +65,11 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
 
 
 def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
-    """Draw the simulated layouts of a search and return the path of the picture.
+    """Draw the simulated layouts of a search with `front`, and return the path of the picture.
 
     The picture has a point for each layout, at its time and its memory. The layouts of which no
-    other is as fast with as little memory (the Pareto front) are connected and named.
-
-    Args:
-        result: result of `search` with `front`.
-        path: path of the file to write, .svg or .png.
-        name: name of the configuration.
-
-    Raises:
-        ConfigError: the suffix is not supported, or matplotlib is not installed.
-        WorkspaceError: the file cannot be written.
+    other is as fast with as little memory (the Pareto front) are connected and named. Raises the
+    errors of `draw`.
     """
     check_drawable(path, "--chart")
     return save_figure(search_figure(result, name), path)

@@ -115,11 +115,8 @@ def estimated_epochs(
 ) -> Epochs:
     """Return the epochs that a training will have, before its index maps exist.
 
-    Args:
-        config: configuration of the run.
-        tokens: tokens of each of `train_sources`, before they are divided into splits.
-        estimate: what the tokens come from, for the sentence.
-        samples: see `measured_epochs`.
+    `tokens` are those of each of `train_sources`, before they are divided into splits; `estimate`
+    says what they come from, for the sentence. For `samples` see `measured_epochs`.
     """
     data = config.data
     samples = _samples(config) if samples is None else samples

@@ -15,15 +15,10 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
     """Return the layout of `ranks` ranks.
 
     Tensor, context and pipeline sizes are as configured; the remaining ranks are data parallel.
+    `vocab_size` is that of the tokenizer before padding, None if not yet known.
 
-    Args:
-        config: configuration of the run.
-        ranks: number of ranks of the job.
-        vocab_size: entries of the tokenizer before padding; None if not yet known.
-
-    Raises:
-        ParallelLayoutError: model, batch and ranks cannot be divided, or contradict a DeepSpeed
-            JSON; the message has all the numbers and the nearest valid layouts of as many ranks.
+    Raises ParallelLayoutError if model, batch and ranks cannot be divided, or contradict a
+    DeepSpeed JSON; the message has all the numbers and the nearest valid layouts of as many ranks.
     """
     padded = None if vocab_size is None else config.model.padded_vocab_size(vocab_size)
     try:

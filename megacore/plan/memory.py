@@ -231,11 +231,8 @@ def whole_muon_elements(config: RunConfig, vocab_size: int) -> int:
 def _owners_bytes(matrices: int, precision: str, replicas: int, tensor: int) -> int:
     """Return the bytes of Muon's matrices on their way to owners and back.
 
-    Args:
-        matrices: elements of a rank's matrices.
-        precision: data type of the computation.
-        replicas: replicas that share the matrices.
-        tensor: tensor-parallel ranks, which share them too.
+    `matrices` are the elements of a rank's matrices, which replicas and tensor-parallel ranks
+    share.
     """
     hops = (replicas > 1) + (tensor > 1)
     return ELEMENT_BYTES[precision] * _OWNERS_COPIES[hops] * -(-matrices // replicas) // 4

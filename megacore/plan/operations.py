@@ -165,9 +165,7 @@ class Rates:
     def elementwise(self, size: float, *, backward: bool = False) -> float:
         """Return the seconds of a layer's elementwise operations.
 
-        Args:
-            size: bytes that those of the forward pass read and write.
-            backward: True for the backward pass.
+        Those of the forward pass read and write `size` bytes.
         """
         core = self.machine.core
         if core is not None:

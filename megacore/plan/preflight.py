@@ -179,17 +179,8 @@ def resolve_launch(
 ) -> tuple[int, int]:
     """Return the number of ranks of the job and of CPU threads per rank.
 
-    Args:
-        config: configuration of the run.
-        hardware: hardware of a host of the job; the others are assumed to be equal.
-        vocab_size: size of the tokenizer's vocabulary; None if not yet known.
-        hosts: participating hosts and their ranks; None means all hosts of the configuration.
-
-    Raises:
-        ParallelLayoutError: there are more ranks than GPUs, or they cannot divide the model and its
-            batch.
-        ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
-            missing.
+    The arguments are those of `launched_ranks`, and the size of the vocabulary if it is known.
+    Raises its errors, and ParallelLayoutError if the ranks cannot divide the model and its batch.
     """
     replica = config.parallel.ranks_per_replica
     ranks, threads = launched_ranks(config.launch, hardware, without_gpu=replica, hosts=hosts)
@@ -203,13 +194,9 @@ def unseen_gpus(launch: LaunchConfig, hardware: Hardware) -> str | None:
 
 
 def check_precision(precision: str, scheduler: str) -> None:
-    """Raise ConfigError for a precision that depends on GPUs which are unknown here.
+    """Raise ConfigError if the precision depends on the GPUs of a scheduler, unknown here.
 
     The stages' keys contain the precision, so it must be known before a job starts.
-
-    Args:
-        precision: value of `train.precision`.
-        scheduler: scheduler that will provide the GPUs.
     """
     if precision == "auto":
         raise ConfigError(

@@ -35,9 +35,7 @@ def training_flops(config: RunConfig, vocab_size: int) -> int:
 def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[int, int]:
     """Return the number of recomputed layers of the model, with T5's decoder separately.
 
-    Args:
-        chunks: chunks of the whole model.
-        limit: number of layers at the start of each chunk that recompute; None for all.
+    `limit` is the number of layers at the start of each chunk that recompute; None for all.
     """
     encoder, decoder = zip(*(recomputed(chunk, limit) for chunk in chunks), strict=True)
     return sum(encoder), sum(decoder)
@@ -107,11 +105,8 @@ def planned_iteration(
 def predict_run(iteration: Iteration) -> RunTime:
     """Predict the duration of a run from its iteration with the whole batch.
 
-    Smaller batches of a ramp-up and validations take time in proportion to their operations.
-
-    Raises:
-        ConfigError: the hardware has no rate for the precision.
-        ParallelLayoutError: the layers cannot be divided over the pipeline stages.
+    Smaller batches of a ramp-up and validations take time in proportion to their operations. Raises
+    the errors of `Iteration.predict`, and ConfigError for an unknown rate of the precision.
     """
     config, vocab_size, train = iteration.config, iteration.vocab_size, iteration.config.train
     prediction = iteration.predict()

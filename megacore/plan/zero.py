@@ -170,14 +170,9 @@ def native_buffers(
     """Return the temporary buffers of the native engine's divided gradients and weights.
 
     The largest other parameter is the token table, whose gradient waits for the pass's last layer
-    if it is tied. Meanwhile a layer's buckets are filled and reduced in turn.
-
-    Args:
-        sharding: division of the state.
-        layers: numbers of elements of the parameters of each kind of layer.
-        others: those of the other parameters, which stay gathered during the passes.
-        element: bytes of a weight.
-        bucket_mb: size of a bucket.
+    if it is tied. Meanwhile a layer's buckets are filled and reduced in turn. `layers` has the
+    sizes of the parameters of each kind of layer, and `others` those of the other parameters, which
+    stay gathered during the passes.
     """
     if not sharding.divides("gradients") or sharding.replicas == 1:
         return Buffers()

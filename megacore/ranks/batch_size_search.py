@@ -70,16 +70,10 @@ def largest_batch(probe: Probe, *, limit: int, start: int = 1) -> Found:
     """Find the largest micro batch from 1 to `limit` that fits.
 
     The search assumes that memory grows with the batch: every micro batch smaller than a fitting
-    one fits, too. It doubles the batch from `start` until one is too large, then bisects between
-    the largest that fits (or 0) and the smallest that does not. It takes at most 2 + 2 log2(limit)
-    probes, and fewer the nearer `start` is to the result.
-
-    Args:
-        probe: function that tries a micro batch, called at most once for each.
-        limit: largest micro batch to try, 1 or more.
-        start: first micro batch to try; values above `limit` count as `limit`.
-
-    Raises the errors of `probe`.
+    one fits, too. It doubles the batch from `start`, or `limit` if that is less, until one is too
+    large, then bisects between the largest that fits (or 0) and the smallest that does not. It
+    takes at most 2 + 2 log2(limit) probes, each of another batch, and fewer the nearer `start` is
+    to the result. Raises the errors of `probe`.
     """
     assert limit >= 1, limit
     assert start >= 1, start
@@ -290,19 +284,9 @@ def compare(
     """Return the table row of one method: its largest micro batch and the result of an epoch.
 
     If the epoch still runs out of memory, for example in its evaluation, the row contains this
-    failure.
-
-    Args:
-        config: configuration of the fine-tuning.
-        method: distribution to test.
-        pretrained_directory: artifact of the stage `pretrained`.
-        examples_directory: artifact of the stage `examples`.
-        samples: number of samples of the training split.
-        scratch: empty directory for the probes and the epoch.
-        watch: callbacks.
-
-    Raises:
-        MegacoreError: the typed error of a rank that failed for a reason other than memory.
+    failure. The directories are the artifacts of the stages `pretrained` and `examples`, `samples`
+    is the number of training samples, and `scratch` an empty directory. Raises the typed error of a
+    rank that failed for a reason other than memory.
     """
     hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
@@ -352,17 +336,9 @@ def find_batch(
 ) -> Found:
     """Search for the largest micro batch of the job's distribution that fits.
 
-    The search starts with the job's configured micro batch.
-
-    Args:
-        job: the fine-tuning; nothing is written to its run directory.
-        limit: largest micro batch to try.
-        memory_limit: memory limit of each rank in bytes; None means the memory of its GPU.
-        scratch: directory for one folder per probe.
-        watch: callbacks.
-
-    Raises:
-        MegacoreError: the typed error of a probe that failed for a reason other than memory.
+    The search starts with the job's configured micro batch and writes nothing to its run directory,
+    but a folder per probe to `scratch`. Each rank has `memory_limit` bytes, None means the memory
+    of its GPU. Raises the errors of `try_batch`.
     """
 
     def probe(batch: int) -> Answer:
@@ -375,18 +351,10 @@ def find_batch(
 
 
 def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: Watch) -> Answer:
-    """Try the job's micro batch on new ranks and return whether it fits.
+    """Try the job's micro batch on new ranks in an empty folder, and return whether it fits.
 
-    Ranks are not reused, because DeepSpeed is unreliable after it has run out of memory.
-
-    Args:
-        job: the fine-tuning with this micro batch.
-        memory_limit: memory limit of each rank in bytes; None means the memory of its GPU.
-        folder: empty directory for the job file, the log and the result.
-        watch: callbacks.
-
-    Raises:
-        MegacoreError: the typed error of the rank that failed first for a reason other than memory.
+    Ranks are not reused, because DeepSpeed is unreliable after it has run out of memory. Raises the
+    typed error of the rank that failed first for a reason other than memory.
     """
     output, log, job_file = folder / "result.json", folder / "probe.log", folder / "job.json"
     steps = job.config.find_batch_size.steps
@@ -410,14 +378,8 @@ def measure_epoch(
 ) -> dict[str, Any]:
     """Run the real fine-tuning of one epoch with a micro batch and return its result.
 
-    Args:
-        job: the fine-tuning.
-        batch: micro batch: samples per rank and forward pass.
-        scratch: directory for the folder `epoch`, whose weights are removed afterwards.
-        watch: callbacks.
-
-    Raises:
-        MegacoreError: the typed error of the rank that failed first.
+    Its weights, in the folder `epoch` of `scratch`, are removed afterwards. Raises the typed error
+    of the rank that failed first.
     """
     folder = scratch / "epoch"
     measured = _in_folder(job, folder, batch)

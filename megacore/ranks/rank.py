@@ -108,10 +108,7 @@ def gpu_variables(job: RankJob, environment: Mapping[str, str]) -> dict[str, str
 def write_stacks_on_signal(directory: Path, rank: int) -> None:
     """Register SIGUSR2 to write the Python stacks of all threads to `rank_<rank>.stack`.
 
-    This also works while the rank is stuck in C code.
-
-    Raises:
-        WorkspaceError: the file cannot be written.
+    This also works while the rank is stuck in C code. Raises WorkspaceError.
     """
     path = stack_path(directory, rank)
     with workspace_errors(path):
@@ -123,8 +120,7 @@ def write_stacks_on_signal(directory: Path, rank: int) -> None:
 def begin_heartbeat(job: RankJob) -> Heartbeat:
     """Start this rank's heartbeat in the job's `exit_directory`, where the supervisor reads it.
 
-    Raises:
-        WorkspaceError: the file cannot be written.
+    Raises WorkspaceError.
     """
     path = beat_path(Path(job.exit_directory), int(os.environ.get("RANK", "0")))
     with workspace_errors(path):

@@ -117,19 +117,9 @@ def run_ranks(
 ) -> None:
     """Start the job's ranks with the settings of `config.launch`, and supervise them.
 
-    Before the start, all hosts are checked: each must see the job's directories.
-
-    Args:
-        job: the job of the ranks, already written to `job_file`.
-        module: entry point of each rank.
-        job_file: path of the job's JSON file.
-        log: path of the ranks' log.
-        on_poll: callback, a few times a second.
-        minutes: time limit in minutes; None means no limit.
-        inherited: see `supervise`.
-
-    Raises:
-        MegacoreError: the errors of `train`.
+    Before the start, all hosts are checked: each must see the job's directories. The job is already
+    written to `job_file`; the other arguments are those of `supervise_job`. Raises the errors of
+    `train`.
     """
     prepare_hosts(job, job.config.launch)
     start = start_ranks(job.config.launch, module, job, job_file)
@@ -259,16 +249,8 @@ def supervise_job(
 ) -> None:
     """Run the command of `start` to its end, with the settings of the job's `config.launch`.
 
-    Args:
-        start: command that starts the ranks, with its environment and hosts.
-        job: the job of the ranks.
-        log: file that the output is appended to.
-        on_poll: callback at each poll.
-        minutes: time limit in minutes; None means no limit.
-        inherited: see `supervise`.
-
-    Raises:
-        MegacoreError: any error of `supervise`.
+    The output is appended to `log`, `on_poll` is called at each poll, and `minutes` is the time
+    limit, None for none. For `inherited` and the errors see `supervise`.
     """
     launch = job.config.launch
     supervise(
@@ -299,12 +281,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run the job's ranks and return the result that they wrote to `job.output`.
 
-    Args:
-        module: entry point of each rank.
-        job: the job of the ranks.
-        scratch: directory for the job file and the log.
-        launch: launcher and hosts.
-        on_poll: callback, a few times a second.
+    The job file and the log are in `scratch`; `on_poll` is called a few times a second.
 
     Raises:
         MegacoreError: the typed error of the rank that failed first.

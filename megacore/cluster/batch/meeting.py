@@ -46,13 +46,8 @@ def meeting_place(
 ) -> tuple[str, int]:
     """Return address and port of the ranks' rendezvous, on the job's first node.
 
-    Args:
-        rdzv_endpoint: endpoint of the configuration, which takes precedence.
-        address: address of this node for the other nodes.
-        port: port on this node; None means one that is currently free.
-
-    Raises:
-        ConfigError: the endpoint cannot be used.
+    The endpoint of the configuration takes precedence over this node's address and port; a port of
+    None means one that is currently free. Raises ConfigError.
     """
     host, requested_port = endpoint(rdzv_endpoint)
     return host or address, requested_port or port or free_port()

@@ -108,12 +108,7 @@ def start_batch(
 ) -> "Start":
     """Build the command that submits the ranks to the scheduler of `launch` and follows them.
 
-    Args:
-        launch: the scheduler and the requested resources.
-        module: entry point of each rank.
-        job: the job of the ranks.
-        job_file: path of the job's JSON file, the same on all nodes.
-        env: additional variables for each rank.
+    The job file has the same path on all nodes, and `env` has additional variables for each rank.
 
     Raises:
         ConfigError: a value is missing or cannot be used, including launch.env_file.
@@ -141,13 +136,7 @@ def show_batch(
 ) -> tuple[list[str], str]:
     """Return the command and the script or manifest of a batch job, for a dry run.
 
-    Nothing is written.
-
-    Raises:
-        ConfigError: a value is missing or cannot be used.
-        ParallelLayoutError: the model cannot be divided among the ranks of a number of nodes that
-            the scheduler may grant.
-        LaunchError: the scheduler's programs are not installed.
+    Nothing is written. Raises the other errors of `start_batch`.
     """
     check_batch(launch)
     spec = _specification(launch, module, job, job_file, {})

@@ -20,26 +20,18 @@ _log = logging.getLogger(__name__)
 def choose_hosts(
     config: RunConfig, vocab_size: int | None = None, *, attempt: int = 1
 ) -> dict[str, int]:
-    """Choose the hosts of the next attempt.
+    """Choose the hosts of the next attempt and return their ranks, in the order of the hostfile.
 
     An elastic run takes the first hosts that answer and have a GPU for each slot, if any of them
     has GPUs, at most the maximum of `launch.nnodes`. It takes fewer, down to the minimum, if the
     model and its batch are not divisible by the ranks of more hosts. The batch size and the order
-    of the samples do not change.
-
-    Args:
-        config: configuration of the run.
-        vocab_size: vocabulary size of the tokenizer; None if unknown.
-        attempt: number of the attempt; if it is above 1, the hosts were reachable before.
-
-    Returns:
-        Number of ranks of each host, in the order of the hostfile; empty without a hostfile.
+    of the samples do not change. Without a hostfile there are no hosts.
 
     Raises:
         ParallelLayoutError: the model and its batch are not divisible by the ranks of any permitted
             number of hosts.
         LaunchError: fewer hosts than the minimum answer; the message names the others.
-        HostLostError: the same in a later attempt.
+        HostLostError: the same in a later attempt, when the hosts were reachable before.
     """
     launch = config.launch
     if launch.hostfile is None or not launch.elastic:

@@ -101,13 +101,8 @@ class Copier:
     ) -> None:
         """Make the transfers, one after the other for each host, and for all hosts in parallel.
 
-        Args:
-            transfers: transfers of each host.
-            poll: callback in this thread, twice a second.
-
-        Raises:
-            LaunchError: a file cannot be copied.
-            HostLostError: a connection broke.
+        `poll` is called in this thread, twice a second. Raises LaunchError if a file cannot be
+        copied, and HostLostError if a connection broke.
         """
         with ThreadPoolExecutor(max(1, len(transfers))) as pool:
             pending = {pool.submit(self._to_host, batch) for batch in transfers.values()}

@@ -317,15 +317,8 @@ def _ask(
 ) -> dict[str, Any]:
     """Ask all hosts in parallel and return their answers.
 
-    Args:
-        ssh: settings of ssh.
-        questions: question of each host.
-        timeout: time limit in seconds.
-        known: True if the hosts were reachable before and may return.
-
-    Raises:
-        LaunchError: a host cannot answer, or its answer is a problem.
-        HostLostError: a known host cannot be reached.
+    Raises LaunchError if a host cannot answer, or answers with a problem, and HostLostError if one
+    that is known, because it was reachable before, cannot be reached.
     """
     results = run_on_hosts(ssh, list(questions), python(_CHECK), stdin=questions, timeout=timeout)
     return {result.host: _answer(result, known) for result in results}
