@@ -8,15 +8,7 @@ import os
 from megacore.errors import ConfigError
 from megacore.jobs.run import ConvertJob
 from megacore.observe.heartbeat import ENDED
-from megacore.ranks.rank import begin_heartbeat, run_rank
-
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-"""Variables that transformers reads on import, so that the gate does not use the network."""
+from megacore.ranks.rank import OFFLINE, begin_heartbeat, run_rank
 
 
 def convert_checkpoint(job: ConvertJob) -> None:
@@ -33,7 +25,7 @@ def convert_checkpoint(job: ConvertJob) -> None:
     if job.ranks != 1:
         raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
     heartbeat = begin_heartbeat(job)
-    os.environ.update(_OFFLINE)
+    os.environ.update(OFFLINE)
     import torch
 
     from megacore.convert.export import export

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 
 from megacore.jobs.finetune import FinetuneJob
 from megacore.observe.heartbeat import Heartbeat
-from megacore.ranks.rank import begin_heartbeat, run_rank
+from megacore.ranks.rank import OFFLINE, begin_heartbeat, run_rank
 
 if TYPE_CHECKING:
     import torch
 
-_QUIET = {
-    "HF_HUB_OFFLINE": "1",
+_QUIET = OFFLINE | {
     "HF_DATASETS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }

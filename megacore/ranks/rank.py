@@ -22,6 +22,13 @@ from megacore.launch.exit_reason import die_with_parent, reported_exit
 from megacore.observe.heartbeat import Heartbeat, beat_path, stack_path
 
 J = TypeVar("J", bound=RankJob)
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Variables that transformers reads on import, so that it does not use the network."""
 
 
 def run_rank(
