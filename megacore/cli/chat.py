@@ -41,18 +41,9 @@ class CheckpointWriter:
         precision: Any,
         threads: int,
     ) -> None:
-        """Load the model.
+        """Load the model of `source`. The first of `ends`, which end a text, ends T5's prompts.
 
-        Args:
-            source: the model's weights and specification.
-            tokenizer: the model's tokenizer.
-            options: options of generation.
-            ends: ids of the tokens that end a text; the first one ends T5's prompts.
-            precision: compute type.
-            threads: number of CPU threads.
-
-        Raises:
-            CheckpointError: the weights are damaged or of another model.
+        Raises CheckpointError if the weights are damaged or of another model.
         """
         from megacore.engine.native import DTYPES
         from megacore.generate.weights import load_model

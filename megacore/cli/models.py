@@ -412,9 +412,8 @@ def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: boo
 def ranks_of(spec: "ModelSpec", tensor: int, data: int, precision: str) -> dict[str, Any]:
     """Return the fields of a job that describe its ranks, threads and precision.
 
-    Raises:
-        ParallelLayoutError: there are more ranks than GPUs, or the model is not divisible.
-        ConfigError: the precision is unknown.
+    Raises ParallelLayoutError if there are more ranks than GPUs, or the model is not divisible, and
+    ConfigError for an unknown precision.
     """
     from megacore.config.train import Precision
     from megacore.hardware import Hardware

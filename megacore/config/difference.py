@@ -65,15 +65,10 @@ class Change:
 def compare_configurations(
     before: Mapping[str, Any], now: RunConfig, *, another_run: bool = False
 ) -> list[Change]:
-    """Return the changes since `before` that affect a training, sorted by name.
+    """Return the changes since `before`, a configuration as JSON, that affect a training, by name.
 
     Values that only later stages read are left out. Within a run, the values that determine the
-    tokens are left out too.
-
-    Args:
-        before: earlier configuration as JSON.
-        now: configuration of the run that resumes.
-        another_run: True if `before` belongs to another run.
+    tokens are left out too; with `another_run`, `before` belongs to another one.
     """
     # A checkpoint contains no credentials, so both configurations are compared without them.
     old, new = (
@@ -105,12 +100,7 @@ def _without_nulls(value: Any) -> Any:
 def differing_values(
     before: Mapping[str, Any], now: RunConfig
 ) -> list[tuple[Change, frozenset[Stage]]]:
-    """Return every value that differs, with the stages whose keys it enters, sorted by name.
-
-    Args:
-        before: configuration as JSON.
-        now: configuration that it is compared with.
-    """
+    """Return every value that differs, with the stages whose keys it enters, sorted by name."""
     old = dict(_leaves(with_current_names(before)))
     new = dict(_leaves(now.model_dump(mode="json")))
     result = []
@@ -128,15 +118,8 @@ def differing_values(
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
     """Refuse to resume from `checkpoint` if a keyed value differs and is not allowed.
 
-    Another optimizer is always refused.
-
-    Args:
-        changes: changes since the checkpoint was written.
-        allowed: dotted names in `resume.override`; the name of a section allows all of its values.
-        checkpoint: name of the checkpoint in messages.
-
-    Raises:
-        ConfigError: keyed values differ; the message shows all of them.
+    Another optimizer is always refused. `allowed` are the dotted names in `resume.override`; the
+    name of a section allows all of its values. Raises ConfigError with all of the refused values.
     """
     for change in changes:
         if change.field == OPTIMIZER:
@@ -174,14 +157,8 @@ def changed_warmup(
     `optim.lr_warmup_samples` are converted to iterations as if the batch size held from the start,
     so that another one changes the learning rates also of a warm-up that has begun, and a smaller
     one returns to a warm-up that was over. None too if the warm-up is over with both batch sizes
-    and its length does not affect the decay.
-
-    Args:
-        before: configuration of the checkpoint as JSON.
-        now: configuration of the run that resumes.
-        checkpoint: name of the checkpoint in messages.
-        consumed_samples: samples that the checkpoint was trained on.
-        applied_iterations: optimizer steps of the checkpoint, which the learning rates depend on.
+    and its length does not affect the decay. The learning rates depend on `applied_iterations`, the
+    optimizer steps of the checkpoint.
 
     Raises:
         CheckpointError: the configuration of the checkpoint is damaged.

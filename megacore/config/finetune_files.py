@@ -26,18 +26,11 @@ _BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 
 
 def read_files(values: dict[str, Any], roots: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Replace the paths of files in the values by the files' contents.
+    """Replace the paths of files in the values, in place, by the files' contents.
 
-    Args:
-        values: values by section; modified in place.
-        roots: directories that a path may be relative to, by the dotted name of its value.
-
-    Returns:
-        Path of each file by the dotted name of its value.
-
-    Raises:
-        ConfigError: a file is missing or cannot be read, or two settings name different DeepSpeed
-            JSON files.
+    By the dotted name of its value, `roots` has the directories that a path may be relative to, and
+    the result the path of each file. Raises ConfigError if a file is missing or cannot be read, or
+    two settings name different DeepSpeed JSON files.
     """
     names: dict[str, str] = {}
     launch = values.get("launch")

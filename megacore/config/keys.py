@@ -83,13 +83,9 @@ def key_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of a stage's key as JSON.
 
-    They consist of the values of the fields that name the stage and of the stage's resolved values.
-
-    Args:
-        section: the configuration, or one section that the stage reads separately, such as one of
-            several sources. Fields of such a section that name no stage belong to the stage.
-        stage: stage whose key is computed.
-        resolved: additional values by dotted name, derived from the configuration by the stage.
+    They consist of the values of the fields that name the stage, and of `resolved` values by dotted
+    name, which the stage derives from the configuration. If `section` is one that the stage reads
+    separately, such as one of several sources, its fields that name no stage belong to the stage.
     """
     root = Declaration(frozenset([stage]))
     placed = [(_place(stage, path), value) for path, value in _entries(section, stage, root)]

@@ -26,16 +26,8 @@ _QUIET = 0.3
 _FRAMES = 3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
 _HEADER = (
-    "",
-    "rank",
-    "host",
-    "pid",
-    "state",
-    "iteration",
-    "phase",
-    "last collective",
-    "number",
-    "idle s",
+    *("", "rank", "host", "pid", "state", "iteration"),
+    *("phase", "last collective", "number", "idle s"),
 )
 _WITHOUT_STACK = {
     "running": "it did not write one when it was asked to",
@@ -119,15 +111,10 @@ def rank_states(
 ) -> list[RankState]:
     """Return the states of a job's ranks, sorted by rank.
 
-    Args:
-        directory: the job's `exit_directory`.
-        ranks: number of ranks of the job; None means only the ranks with a heartbeat.
-        stacks: True to ask the ranks of this host for their Python stacks, which show a hang.
-        only: ranks to include, with or without a heartbeat; None means all.
-        reported: states that agents report, which take precedence.
-
-    Returns:
-        The states; empty if no rank has a heartbeat, `stacks` is False and nothing is reported.
+    They are those of the `ranks` ranks of the job, None for those with a heartbeat, or `only` some.
+    With `stacks` the ranks of this host are asked for their Python stacks, which show a hang.
+    States that agents have `reported` take precedence. The result is empty if no rank has a
+    heartbeat, no stacks are requested, and nothing is reported.
     """
     beats = {
         beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only

@@ -39,9 +39,7 @@ class EventWriter:
     def __init__(self, path: Path, attempt: int) -> None:
         """Open the file and cut off a torn line that a killed writer left.
 
-        Args:
-            path: events.jsonl of a run directory.
-            attempt: number of this start of the run, written with every event.
+        Every event has the number of this start of the run, the attempt.
         """
         self._path = path
         self._attempt = attempt
@@ -97,13 +95,10 @@ class EventReader:
         kinds: Collection[str] | None = None,
         heads: Collection[str] = (),
     ) -> None:
-        """Read `path` from byte `offset`; a file that does not exist yet has no events.
+        """Read `path` from byte `offset`, the end of an event; without a file there are no events.
 
-        Args:
-            path: events.jsonl of a run directory.
-            offset: end of an event, in bytes.
-            kinds: kinds of the events to read; None reads all.
-            heads: kinds of which kind, time, attempt and iteration are enough.
+        Only events of `kinds` are read, None reads all. Of `heads` kind, time, attempt and
+        iteration are enough.
         """
         self._path = path
         self._offset = offset

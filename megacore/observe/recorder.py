@@ -89,12 +89,7 @@ class Recorder:
             self._events.write("warning", message=message)
 
     def step(self, report: StepReport, milliseconds: Mapping[str, float]) -> None:
-        """Record one log interval.
-
-        Args:
-            report: means of the interval.
-            milliseconds: time per iteration of this rank by phase.
-        """
+        """Record the means of one log interval, and this rank's time per iteration by phase."""
         if not self._events:
             return
         logger.info(step_line(report))

@@ -81,13 +81,10 @@ def counts_tokens(config: RunConfig) -> bool:
 def measured_epochs(
     config: RunConfig, train: Mapping[str, Any], samples: int | None = None
 ) -> Epochs:
-    """Return the epochs of a training.
+    """Return the epochs of a training, by the index stage's counts for the train split.
 
-    Args:
-        config: configuration of the run.
-        train: counts of the index stage for the train split.
-        samples: samples consumed at the end of the training, with those before the checkpoint of
-            another run from which it resumes; None means that it begins at sample 0.
+    `samples` are those at the end of the training, with those before the checkpoint of another run
+    from which it resumes; None means that it begins at sample 0.
     """
     by_tokens = counts_tokens(config)
     samples = _samples(config) if samples is None else samples

@@ -175,15 +175,10 @@ class Machine(Section):
 
 
 def load_machine(name: str) -> Machine:
-    """Read the hardware file that `name` names: a path, or the stem of a file.
+    """Read the hardware file that `name` names: a path, or a stem such as `h100`.
 
     A stem is that of a file in `conf/hardware` of the current directory, or else of this project.
-
-    Args:
-        name: path of a YAML file, or a name such as `h100`.
-
-    Raises:
-        ConfigError: there is no such file, or a value in it is wrong.
+    Raises ConfigError if there is no such file, or a value in it is wrong.
     """
     directories = [HARDWARE_DIR, _PROJECT_FILES]
     file = f"{name.lower()}.yaml"

@@ -86,13 +86,8 @@ class PipelinePlan:
             if any(getattr(memory, name) for memory in self.memory)
         ]
         for column in (
-            "stage",
-            *layers,
-            "parameters",
-            "memory",
-            *offloaded,
-            "passes in flight",
-            "busy",
+            *("stage", *layers, "parameters", "memory"),
+            *(*offloaded, "passes in flight", "busy"),
         ):
             table.add_column(column, justify="left" if column in layers else "right")
         stages = self.layout.pipeline
@@ -116,14 +111,9 @@ def plan_pipeline(
     """Divide a configuration's model and batch, and simulate a step.
 
     The number of ranks is that of the hostfile or `launch.nproc_per_node`, even if this host cannot
-    run as many. For auto it is the number of GPUs, or that of one replica without GPUs.
-
-    Args:
-        config: configuration of the run.
-        vocab_size: entries of the vocabulary before padding.
-        hardware: hardware that determines device and precision for the memory estimate.
-        machine: hardware file, of hosts whose GPUs are used completely; None means that of
-            `hardware`.
+    run as many. For auto it is the number of GPUs, or that of one replica without GPUs. The hosts
+    of a `machine` are used completely; None means that of `hardware`, which determines device and
+    precision of the memory estimate.
 
     Raises:
         ConfigError: the hardware file is missing or wrong, or has no rate for the precision.

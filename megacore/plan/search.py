@@ -111,9 +111,7 @@ def search(
 def search_around(iteration: Iteration) -> tuple[SearchResult, Candidate]:
     """Return the layouts that a run's own ranks could have, and the layout that it has.
 
-    Raises:
-        ConfigError: the hosts are not used completely, or the hardware lacks the precision.
-        ParallelLayoutError: no layout works.
+    Raises the errors of `search`.
     """
     config, machine, layout = iteration.config, iteration.machine, iteration.layout
     train = config.train.model_copy(update={"precision": iteration.precision})

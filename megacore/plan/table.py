@@ -49,14 +49,9 @@ _LLAMA = ("llama", "mistral", "qwen")
 
 
 def predict_table(source: Path, output: Path) -> tuple[int, int]:
-    """Add predictions to the rows of a CSV file.
+    """Add the columns of NEW_COLUMNS to the rows of a CSV file; docs/planning.md lists the others.
 
-    Args:
-        source: CSV file; docs/planning.md lists the columns.
-        output: CSV file to write, with the columns of NEW_COLUMNS added.
-
-    Returns:
-        Number of rows, and of those that cannot be modelled.
+    Returns the number of rows, and of those that cannot be modelled.
 
     Raises:
         DataFormatError: the file is missing, or no CSV file with the required columns.

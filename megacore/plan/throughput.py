@@ -75,20 +75,11 @@ def planned_iteration(
     machine: Machine | None = None,
     ranks_per_host: int | None = None,
 ) -> Iteration:
-    """Return the iteration of a run on its hosts.
+    """Return the iteration of a run on its hosts, which are assumed to be equal to `hardware`.
 
-    Args:
-        config: configuration of the run.
-        vocab_size: entries of the vocabulary before padding.
-        hardware: hardware of this host; the other hosts are assumed to be equal.
-        layout: ranks of the run.
-        threads: CPU threads of a rank.
-        machine: hardware file; None means that of this host's devices.
-        ranks_per_host: ranks that share a host; None means all devices of a host with GPUs, and all
-            ranks on one host without.
-
-    Raises:
-        ConfigError: the hardware file is missing or wrong.
+    A `machine` of None is that of the hardware's devices. Without `ranks_per_host`, the ranks have
+    all devices of a host with GPUs, and share one host without. Raises ConfigError if the hardware
+    file is missing or wrong.
     """
     precision = hardware.resolve_precision(config.train.precision)
     machine = machine_of(hardware, precision) if machine is None else machine

@@ -133,13 +133,10 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
 def join_group(device: torch.device, *, bound: bool) -> None:
     """Create the default process group: gloo, and NCCL for tensors on a GPU.
 
-    Args:
-        device: device of this rank.
-        bound: True to bind the group to the GPU. NCCL then connects the ranks at once, so that an
-            error appears here, and splits this group into those of the mesh. Not with a pipeline:
-            torch would send all messages of a bound group through one stream, in which two stages
-            that send to each other wait forever. Not with DeepSpeed, whose many groups would each
-            take GPU memory.
+    `bound` binds the group to the GPU. NCCL then connects the ranks at once, so that an error
+    appears here, and splits this group into those of the mesh. Not with a pipeline: torch would
+    send all messages of a bound group through one stream, in which two stages that send to each
+    other wait forever. Not with DeepSpeed, whose many groups would each take GPU memory.
     """
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -241,12 +238,9 @@ def _refuse_nondeterministic_variables() -> None:
 
 @contextmanager
 def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.device]]":
-    """Join the job's other ranks and load this rank's part of the model.
+    """Join the job's other ranks and yield this rank's part of the model, the mesh and the device.
 
     The rank leaves the others when the body has succeeded.
-
-    Yields:
-        The model, the mesh and the device.
 
     Raises:
         ParallelLayoutError: the number of started ranks differs from the job's, or they cannot

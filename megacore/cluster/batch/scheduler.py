@@ -192,12 +192,7 @@ def render(template: str | None, default: str, setting: str, values: Mapping[str
 
     In addition to Jinja's filters there are `word`, which quotes a value for a shell or an #SBATCH
     line, `words`, which quotes each value of a list, and `json`, which formats any value for YAML.
-
-    Args:
-        template: path of the user's template; None means `default` of this package.
-        default: name of a file in megacore/cluster/batch/templates.
-        setting: name of the option with the user's template, for error messages.
-        values: values of the placeholders.
+    The template is the user's, named by the option `setting`, or the file `default` of TEMPLATES.
 
     Raises:
         ConfigError: the template cannot be read or filled, or a value is not printable.

@@ -146,22 +146,11 @@ def run_on_hosts(
     timeout: float,
     directory: Path | None = None,
 ) -> list[HostResult]:
-    """Run a command on all hosts in parallel.
+    """Run a command on all hosts in parallel, and return one result per host, in their order.
 
-    A command that fails or times out has a result, too. An exception in this thread ends the
-    connections first.
-
-    Args:
-        ssh: settings of ssh.
-        hosts: names of the hosts in the hostfile.
-        words: the command, or one command per host.
-        stdin: input of the command, or one input per host; secret values belong here, not in
-            `words`.
-        timeout: time limit of each command in seconds.
-        directory: working directory of the command; None means the current directory.
-
-    Returns:
-        One result per host, in their order.
+    A command that fails, or takes more than `timeout` seconds, has a result, too. An exception in
+    this thread ends the connections first. The command and its input may be given for each host;
+    secret values belong in `stdin`, not in `words`. A directory of None means the current one.
     """
     calls = _Calls(timeout)
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
