@@ -132,6 +132,8 @@ def page() -> str:
         f"  The key of `{outer}` contains that of `{inner}`." for inner, outer in CONTAINED.items()
     )
     parts = [_INTRODUCTION.format(contained="\n".join(contained))]
+    earlier: dict[str, Table] = {}  # table of each row of the flows before
+    complete: dict[tuple[str, ...], Table] = {}  # the same of all rows of a table
     for flow in FLOWS:
         tables = list(_tables(flow))
         kinds: dict[type[BaseModel], Table] = {}
@@ -139,12 +141,33 @@ def page() -> str:
             kinds.setdefault(table.section, table)
         schema = flow.config.model_json_schema()
         contents = {**schema["$defs"], flow.config.__name__: schema}
-        for table in tables:
-            level, intro = ("##", flow.intro) if not table.name else ("###", _text(table.section))
+        texts: list[str] = []
+        rows_of: dict[tuple[str, ...], Table] = {}
+        for table in reversed(tables):  # a section before those that link it
             properties = contents[table.section.__name__]["properties"]
-            rows = _rows(flow, table, properties, kinds)
-            parts.append("\n".join([f"{level} {table.heading}", "", intro, "", _HEADER, *rows, ""]))
+            rows = list(_rows(flow, table, properties, kinds))
+            rows_of[tuple(rows)] = table
+            if tuple(rows) in complete:
+                kinds[table.section] = complete[tuple(rows)]
+            else:
+                texts.append(_chapter(flow, table, rows, earlier))
+        complete.update(rows_of)
+        earlier.update({row: table for rows, table in rows_of.items() for row in rows})
+        parts += reversed(texts)
     return "\n".join(parts)
+
+
+def _chapter(flow: Flow, table: Table, rows: list[str], earlier: dict[str, Table]) -> str:
+    """Return a table with its heading; rows that an earlier flow has too are only named."""
+    level, intro = ("##", flow.intro) if not table.name else ("###", _text(table.section))
+    same = [row for row in rows if row in earlier] if table.name else []
+    lines = [f"{level} {table.heading}", "", intro, ""]
+    if len(same) > 1:
+        names = ", ".join(row.split()[1] for row in same)
+        other = earlier[same[0]]
+        lines += [f"As in the section [{other.heading}]({other.link}): {names}.", ""]
+        rows = [row for row in rows if row not in same]
+    return "\n".join([*lines, _HEADER, *rows, ""] if rows else lines)
 
 
 def _tables(flow: Flow) -> Iterator[Table]:

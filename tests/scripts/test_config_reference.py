@@ -94,6 +94,17 @@ def test_the_page_has_a_row_of_five_cells_for_every_key() -> None:
     assert lr == "| `optim.lr` | float > 0 | `0.001` | Peak learning rate. | run |"
 
 
+def test_the_page_gives_a_row_of_both_flows_once() -> None:
+    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith(("| `launch.", "| `tracking."))]
+    assert len(rows) == len(set(rows))
+    assert "### launch.slurm" in page
+    assert "### Fine-tuning: launch.slurm" not in page  # the same table
+    assert "As in the section [launch](#launch): `launch.kind`, " in page
+    # another stage is another row
+    assert sum(row.startswith("| `launch.hostfile` |") for row in rows) == 2
+
+
 def test_links_of_the_page_lead_to_its_headings() -> None:
     page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
