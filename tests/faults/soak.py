@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak --kills 500 --seed 1 --out report.json
     python -m tests.faults.soak --case launcher-100003          repeat one case
-    python -m tests.faults.soak --markdown report.json          the table of docs/reliability.md
+    python -m tests.faults.soak --markdown report.json          print a report as tables
 
 Exits with 1 if any case has a fault. Each case has a deadline: a hang is a fault, reported with the
 stacks of its threads.
