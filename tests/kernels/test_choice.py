@@ -268,8 +268,8 @@ def test_each_operation_has_its_own_choice() -> None:
     attentions = {"attention": tiled, "packed_attention": tiled}
     assert plain.names == dict(plain_kernels().names) | attentions
     # torch.compile makes torch's norm the automatic choice; a configured one stays.
-    compiled = {"compiled": True, "config": KernelsConfig(norm="cpp", attention="cpp")}
-    names = choose_kernels(Setting(CPU, torch.float32, **compiled)).names
+    compiled = Setting(CPU, torch.float32, compiled=True)
+    names = choose_kernels(compiled, config=KernelsConfig(norm="cpp", attention="cpp")).names
     assert names["rms_norm"] == "C++ with AVX-512"
     assert names["attention"] == "C++ with AVX-512, torch for dropout and biases"
 
