@@ -9,9 +9,9 @@ from megacore.config.curate import compares_sources
 from megacore.config.run import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._stage_runner import StageRunner, run_name, sentence_state
+from tasks.collect import COLLECTED_AT_ONCE, collect, needs_punkt, punkt
 from tasks.contamination import contamination_stage, contamination_summary, searched
 from tasks.curate import curate
-from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_punkt
 from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
 from tasks.tokenize import blend, make_tokenizer, share_cores, tokenize
@@ -25,7 +25,7 @@ def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, A
     """
     config = pipeline.config
     sources = [(source,) for source in config.data.sources]
-    corpora = pipeline.stages(download, sources, at_once=COLLECTED_AT_ONCE)
+    corpora = pipeline.stages(collect, sources, at_once=COLLECTED_AT_ONCE)
     if compares_sources(config.data.curate):
         curated: tuple[Artifact, ...] = ()
         for corpus in corpora:
@@ -35,8 +35,8 @@ def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, A
         corpora = pipeline.stages(curate, [(corpus,) for corpus in corpora], at_once=1)
     searches, corpora = searched(pipeline, corpora)
     tokenizer = pipeline.stage(make_tokenizer, corpora)
-    punkt = pipeline.stage(download_punkt) if needs_punkt(config) else None
-    inputs = [(corpus, tokenizer, punkt) for corpus in corpora]
+    splitter = pipeline.stage(punkt) if needs_punkt(config) else None
+    inputs = [(corpus, tokenizer, splitter) for corpus in corpora]
     at_once, configs = share_cores(config, inputs)
     members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)

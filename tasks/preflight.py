@@ -32,17 +32,16 @@ from megacore.zeroshot.harness import check_tasks
 from tasks._plan import PlannedStage, launch_lines, planned_row, show_config, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._stage_runner import numbered
-from tasks._tokens import tokenize_key
+from tasks.collect import collect_key, needs_punkt, punkt_key
 from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
 from tasks.curate import curate_key
-from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
 from tasks.index import consumed_samples, epochs_of, index_key
 from tasks.lm_eval import lm_eval_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
-from tasks.tokenize import blend_key, tokenizer_key
+from tasks.tokenize import blend_key, tokenize_key, tokenizer_key
 from tasks.train import (
     check_pretrained,
     planned_order,

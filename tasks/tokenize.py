@@ -1,21 +1,40 @@
-"""Stages `tokenizer`, `tokenize` and `blend`: a vocabulary, then each corpus as token files."""
+"""Stages `tokenizer`, `tokenize`, `tokenize-shard` and `blend`: a vocabulary, then token files.
+
+A corpus over `data.shard_mb` is tokenized in parts, each in a task of its own, which are merged.
+"""
 
 import base64
 import os
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, Manifest, StageKey, lock
+from megacore.artifact.build import remove_tree
 from megacore.config import RunConfig
-from megacore.config.data import holds_tokens
+from megacore.config.data import DataConfig, holds_tokens
 from megacore.config.keys import key_parameters
+from megacore.errors import ConfigError, WorkerLostError
+from megacore.launch.workers import WorkerPool
+from megacore.plan.epochs import BYTES_PER_TOKEN
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
-from tasks._tokens import tokenize_key, tokenize_options, written_bytes
-from tasks.shards import discard, needs_shards, tokenize_in_shards
+from tasks._retry import retry_delays
+
+if TYPE_CHECKING:
+    from megacore.corpus.segments import Segment
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+MB = 1_000_000
+_TEXT_KINDS = ("source_tree", "text", "hub")
+"""Kinds of sources whose `bytes` are those of their text."""
 
 
 def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
@@ -81,6 +100,39 @@ def share_cores(
     ]
 
 
+def tokenize_key(
+    config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
+) -> StageKey:
+    """Return the key of one source's token files, which does not depend on the use of shards."""
+    from megacore.tokenizer.tokenize import VERSION
+
+    resolved = {"shuffle_seed": config.seed if config.data.shuffle_documents else None}
+    parameters = key_parameters(config, "tokenize", resolved)
+    if not config.data.split_sentences:
+        del parameters["sentences"]
+    inputs = {"corpus": corpus, "tokenizer": tokenizer} | (
+        {} if punkt is None else {"punkt": punkt}
+    )
+    return StageKey.of("tokenize", VERSION, parameters, **inputs)
+
+
+def _options(config: RunConfig, punkt: Artifact | None) -> "TokenizeOptions":
+    """Return the options that determine the tokens, in addition to corpus and tokenizer."""
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+    data = config.data
+    return TokenizeOptions(
+        append_eod=data.append_eod,
+        shuffle_seed=config.seed if data.shuffle_documents else None,
+        split_sentences=data.split_sentences,
+        keep_newlines=data.keep_newlines,
+        sentence_splitter=data.sentence_splitter,
+        language=data.language,
+        on_bad_line=data.on_bad_line,
+        sentence_data=None if punkt is None else punkt.directory,
+    )
+
+
 @stage_task("tokenize", tokenize_key)
 def tokenize(
     config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
@@ -88,9 +140,8 @@ def tokenize(
     """Write a corpus as `.bin`/`.idx`; a corpus over `data.shard_mb` is merged from shards."""
     from megacore.tokenizer.tokenize import tokenize_corpus
 
-    options = tokenize_options(config, punkt)
     shards: list[Artifact] = []
-    sharded = needs_shards(config, corpus)
+    sharded = _needs_shards(config, corpus)
 
     def fill(directory: Path) -> dict[str, Any]:
         if sharded:
@@ -99,7 +150,7 @@ def tokenize(
             corpus.directory,
             tokenizer.directory,
             directory,
-            options,
+            _options(config, punkt),
             workers=config.data.workers,
             document_bytes=config.data.max_document_bytes,
         )
@@ -110,11 +161,43 @@ def tokenize(
         config,
         key,
         fill,
-        writes=lambda: written_bytes(config, corpus, tokenizer, shards=sharded),
+        writes=lambda: _written_bytes(config, corpus, tokenizer, shards=sharded),
     )
-    discard(shards)
+    for shard in shards:  # merged, and complete only now
+        with lock(shard.directory):
+            remove_tree(shard.directory)
     _show_lengths(config, result.artifact)
     return result
+
+
+def _needs_shards(config: RunConfig, corpus: Artifact) -> bool:
+    """Return True if the corpus is text and larger than `data.shard_mb`."""
+    from megacore.corpus.documents import read_sources
+
+    limit = config.data.shard_mb
+    if limit is None or corpus.counts["bytes"] <= limit * MB:
+        return False
+    sources = read_sources(corpus.directory)
+    return sources is None or sources[0]["kind"] != "prefix"
+
+
+def _written_bytes(
+    config: RunConfig, corpus: Artifact, tokenizer: Artifact, *, shards: bool
+) -> int:
+    """Return about how many bytes are written for the tokens, or 0 if the text is not measured.
+
+    Files that the corpus only refers to may be compressed, or hold more than the text. The tokens
+    are there up to three times at once: in shards, joined, and shuffled.
+    """
+    from megacore.token_files.indexed_dataset import UINT16_LIMIT
+
+    kind = Manifest.read(corpus.directory).parameters.get("kind")
+    if corpus.stage not in ("curate", "decontaminate") and kind not in _TEXT_KINDS:
+        return 0
+    wide = tokenizer.counts["vocab_size"] >= UINT16_LIMIT
+    copies = 1 + config.data.shuffle_documents + shards
+    tokens = int(corpus.counts["bytes"] // BYTES_PER_TOKEN)
+    return copies * tokens * (4 if wide else 2)
 
 
 def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
@@ -137,6 +220,177 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
         key="token-lengths",
         description=f"tokens per {unit} of {tokens.key}",
     )
+
+
+def tokenize_in_shards(
+    config: RunConfig,
+    corpus: Artifact,
+    tokenizer: Artifact,
+    punkt: Artifact | None,
+    directory: Path,
+    shards: list[Artifact],
+) -> dict[str, Any]:
+    """Run a task for each shard on `data.shard_runner`, and merge the results into `directory`.
+
+    The artifacts of the shards are added to `shards`. When shards fail, the others are finished
+    first, and the next run reuses them. Raises the first failed shard's error.
+    """
+    from megacore.corpus.documents import read_sources
+    from megacore.corpus.segments import divide, segments
+    from megacore.tokenizer.tokenize import merge_shards
+
+    assert config.data.shard_mb is not None
+    parts = divide(segments(corpus.directory), config.data.shard_mb * MB)
+    launch = config.launch
+    task = tokenize_shard.with_options(
+        retries=launch.retries, retry_delay_seconds=retry_delays(launch)
+    )
+    get_run_logger().info("tokenizing %d shards in %s", len(parts), config.data.shard_runner)
+    with shard_runner(config.data) as runner:
+        inputs = {"config": config, "corpus": corpus, "tokenizer": tokenizer, "punkt": punkt}
+        futures = [runner.submit(task, {**inputs, "shard": shard}) for shard in parts]
+        outcomes = [
+            _outcome(future, number, len(parts)) for number, future in enumerate(futures, 1)
+        ]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if failures:
+        raise failures[0]
+    shards += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
+    counts = merge_shards(
+        [shard.directory for shard in shards],
+        directory,
+        tokenizer.directory,
+        _options(config, punkt),
+    )
+    read_sources(corpus.directory)  # a file may have changed after its shard was read
+    return dict(counts)
+
+
+def _outcome(
+    future: PrefectFuture[StageResult], number: int, count: int
+) -> StageResult | Exception:
+    """Return the result or the exception of a shard's task; a dead worker is a WorkerLostError."""
+    try:
+        return future.result()
+    except Exception as error:
+        if isinstance(error, BrokenExecutor) or type(error).__name__ in (
+            "KilledWorker",
+            "CommClosedError",
+        ):
+            return WorkerLostError(
+                f"the worker of shard {number} of {count} died ({type(error).__name__}: {error}): "
+                "the shards that are done are kept; give it more memory (a smaller data.shard_mb "
+                "or data.shard_workers) and run it again"
+            )
+        return error
+
+
+class _ProcessRunner(ProcessPoolTaskRunner):
+    """Prefect's runner on a WorkerPool, whose processes end with the flow.
+
+    Prefect's own pool does not see the end of the newest process until another one has a result.
+    """
+
+    _executor: WorkerPool | None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        pool: Any = self._executor  # no process has started yet
+        self._executor = WorkerPool(self._max_workers, pool._initializer, pool._initargs)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._executor is not None:
+            self._executor.kill()  # a cancelled flow does not wait for the end of the shards
+        super().__exit__(kind, error, trace)
+
+
+def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
+    """Return the runner of the shards. Raises ConfigError if it is Dask but not installed."""
+    if data.shard_runner == "threads":
+        return ThreadPoolTaskRunner(max_workers=data.shard_workers)
+    if data.shard_runner == "processes":
+        return _ProcessRunner(max_workers=data.shard_workers)
+    try:
+        from prefect_dask import DaskTaskRunner  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise ConfigError(
+            f"data.shard_runner is dask, but {error.name} is not installed: install "
+            "megacore[dask], or choose threads"
+        ) from error
+    if data.dask_address is not None:
+        return DaskTaskRunner(address=data.dask_address)
+    cluster = {
+        "n_workers": data.shard_workers,
+        "threads_per_worker": 1,
+        "host": "127.0.0.1",
+        "dashboard_address": None,
+    }
+    return DaskTaskRunner(cluster_kwargs=cluster)
+
+
+def shard_key(
+    config: RunConfig,
+    corpus: Artifact,
+    tokenizer: Artifact,
+    punkt: Artifact | None,
+    shard: "tuple[Segment, ...]",
+) -> StageKey:
+    """Return the key of one shard: the corpus's key with the file segments that the shard reads."""
+    corpus_key = tokenize_key(config, corpus, tokenizer, punkt)
+    parts = [[os.path.relpath(part.path, corpus.path), part.start, part.stop] for part in shard]
+    # All parameters of the corpus's key: its shards are deleted after the merge, so no other
+    # artifact may share them.
+    return StageKey(
+        "tokenize-shard",
+        corpus_key.version,
+        corpus_key.parameters | {"segments": parts},
+        corpus_key.inputs,
+    )
+
+
+@stage_task("tokenize-shard", shard_key)
+def tokenize_shard(
+    config: RunConfig,
+    corpus: Artifact,
+    tokenizer: Artifact,
+    punkt: Artifact | None,
+    shard: "tuple[Segment, ...]",
+) -> StageResult:
+    """Write a part of a corpus as `.bin`/`.idx`."""
+    from megacore.corpus.documents import read_sources
+    from megacore.tokenizer import tokenize as tokens
+
+    paths = {part.path for part in shard}
+
+    def fill(directory: Path) -> dict[str, Any]:
+        read_sources(corpus.directory, paths)
+        counts = dict(
+            tokens.tokenize_shard(
+                shard,
+                tokenizer.directory,
+                directory,
+                _options(config, punkt),
+                workers=_threads(config.data),
+                document_bytes=config.data.max_document_bytes,
+            )
+        )
+        read_sources(corpus.directory, paths)  # a file may have changed while it was read
+        return counts
+
+    return build(config, shard_key(config, corpus, tokenizer, punkt, shard), fill)
+
+
+def _threads(data: DataConfig) -> int | None:
+    """Return the threads of one shard: concurrent shards on this host share its cores."""
+    if data.workers is not None or data.dask_address is not None:
+        return data.workers
+    return max(1, len(os.sched_getaffinity(0)) // data.shard_workers)
 
 
 def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:

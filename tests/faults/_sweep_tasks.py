@@ -130,12 +130,12 @@ def _serve(inputs: Path) -> Iterator[None]:
 
 
 def _download(inputs: Path, place: Path) -> None:
-    from tasks.download import download
+    from tasks.collect import collect
 
     _begin(place)
     config = _with(data={"source": _data._source(inputs).model_dump(mode="json")})
     with _serve(inputs):
-        download.fn(config, config.data.sources[0])
+        collect.fn(config, config.data.sources[0])
 
 
 def _visible_download(inputs: Path, place: Path) -> list[str]:

@@ -70,7 +70,7 @@ def test_rendezvous_of_torchrun_is_a_new_file_and_no_network_store(tmp_path: Pat
 
 def test_dask_cluster_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megacore.config import load_config
-    from tasks.shards import shard_runner
+    from tasks.tokenize import shard_runner
 
     monkeypatch.setitem(
         sys.modules, "prefect_dask", SimpleNamespace(DaskTaskRunner=lambda **options: options)

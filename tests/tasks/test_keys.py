@@ -20,11 +20,10 @@ from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
 from megacore.token_files.indexed_dataset import write_members
 from tasks import finetune_export, finetune_publish
-from tasks._tokens import tokenize_key
+from tasks.collect import collect_key, punkt_key
 from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
 from tasks.curate import curate_key
-from tasks.download import collect_key, punkt_key
 from tasks.evaluate import Target, score_key
 from tasks.find_batch_size import find_batch_size_key
 from tasks.finetune import finetune_key
@@ -33,8 +32,7 @@ from tasks.index import index_key
 from tasks.lm_eval import lm_eval_key
 from tasks.publish import publish_key
 from tasks.push import push_key
-from tasks.shards import shard_key
-from tasks.tokenize import blend_key, tokenizer_key
+from tasks.tokenize import blend_key, shard_key, tokenize_key, tokenizer_key
 from tasks.train import run_key, train_key
 from tasks.zeroshot import zeroshot_key
 from tests.config._finetune import minimal

@@ -36,7 +36,7 @@ from tasks._retry import (
     retry_delays,
     wait_to_retry,
 )
-from tasks.download import download
+from tasks.collect import collect
 from tasks.evaluate import evaluate
 from tasks.finetune import finetune
 from tasks.train import train
@@ -226,7 +226,7 @@ def test_waits_are_bounded_in_length_and_number() -> None:
     assert retry_delays(LaunchConfig(retries=2, retry_delay=900)) == [900, 900]
     assert retry_delays(LaunchConfig(retry_delay=0)) == []
     many = retry_delays(LaunchConfig(retries=10**9, retry_delay=1e308))
-    assert download.with_options(retry_delay_seconds=many).retry_delay_seconds == many
+    assert collect.with_options(retry_delay_seconds=many).retry_delay_seconds == many
 
 
 def test_progress_resets_the_count(run: FakeRun) -> None:
@@ -494,7 +494,7 @@ def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
 
 
 def test_other_stages_have_a_fixed_number_of_retries() -> None:
-    assert download.retries == evaluate.retries == 0, "the flow sets launch.retries"
+    assert collect.retries == evaluate.retries == 0, "the flow sets launch.retries"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megacore.config import RunConfig, load_config
 from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError
 from megacore.tokenizer import tokenize
-from tasks import shards
+from tasks import tokenize as stage
 from tests.corpus._files import collect_changing_file
 
 
@@ -42,12 +42,12 @@ def test_a_shard_of_a_file_that_changes_is_refused(
     ) -> dict[str, Any]:
         return fill(tmp_path / "out")
 
-    monkeypatch.setattr(shards, "build", build)
+    monkeypatch.setattr(stage, "build", build)
     monkeypatch.setattr(tokenize, "tokenize_shard", pytest.fail if before else overwrite)
     if before:
         overwrite()
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
-        shards.tokenize_shard.fn(load_config("gpt2-tiny"), *artifacts(tmp_path), None, parts)
+        stage.tokenize_shard.fn(load_config("gpt2-tiny"), *artifacts(tmp_path), None, parts)
 
 
 def test_a_file_that_changes_after_its_shard_is_refused_by_the_merge(
@@ -62,12 +62,12 @@ def test_a_file_that_changes_after_its_shard_is_refused_by_the_merge(
             future.set_result(None)
             return future
 
-    monkeypatch.setattr(shards, "get_run_logger", logging.getLogger)
-    monkeypatch.setattr(shards, "shard_runner", lambda data: nullcontext(Runner()))
+    monkeypatch.setattr(stage, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(stage, "shard_runner", lambda data: nullcontext(Runner()))
     monkeypatch.setattr(tokenize, "merge_shards", overwrite)
     config = load_config("gpt2-tiny", {"data.shard_mb": 1})
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
-        shards.tokenize_in_shards(config, *artifacts(tmp_path), None, tmp_path / "out", [])
+        stage.tokenize_in_shards(config, *artifacts(tmp_path), None, tmp_path / "out", [])
 
 
 def test_end_of_the_newest_process_is_seen_while_another_shard_goes_on(
@@ -81,7 +81,7 @@ def test_end_of_the_newest_process_is_seen_while_another_shard_goes_on(
 
     monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", start_slowly)
     overrides = {"data.shard_runner": "processes", "data.shard_workers": 2, "data.shard_mb": 1}
-    runner: Any = shards.shard_runner(load_config("gpt2-tiny", overrides).data)
+    runner: Any = stage.shard_runner(load_config("gpt2-tiny", overrides).data)
     runner.__enter__()
     try:
         runner._executor.submit(time.sleep, 50)
@@ -94,7 +94,7 @@ def test_end_of_the_newest_process_is_seen_while_another_shard_goes_on(
 
 def test_a_cancelled_flow_does_not_wait_for_its_shards() -> None:
     overrides = {"data.shard_runner": "processes", "data.shard_workers": 1, "data.shard_mb": 1}
-    runner: Any = shards.shard_runner(load_config("gpt2-tiny", overrides).data)
+    runner: Any = stage.shard_runner(load_config("gpt2-tiny", overrides).data)
     start = time.monotonic()
     runner.__enter__()
     runner._executor.submit(time.sleep, 50)

@@ -8,8 +8,7 @@ import pytest
 from megacore.artifact import Artifact
 from megacore.config import RunConfig, load_config
 from tasks._cache import artifact_directory
-from tasks._tokens import tokenize_key
-from tasks.tokenize import share_cores
+from tasks.tokenize import share_cores, tokenize_key
 
 
 def config(**data: Any) -> RunConfig:

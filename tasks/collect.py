@@ -22,14 +22,14 @@ def collect_key(config: RunConfig, source: Source) -> StageKey:
 
 
 @stage_task("collect", collect_key)
-def download(config: RunConfig, source: Source) -> StageResult:
+def collect(config: RunConfig, source: Source) -> StageResult:
     """Collect the documents of one of `data.sources`."""
-    from megacore.corpus.collect import collect
+    from megacore.corpus.collect import collect as collect_documents
 
     key = collect_key(config, source)
 
     def fill(directory: Path) -> dict[str, Any]:
-        counts = collect(source, directory, document_bytes=config.data.max_document_bytes)
+        counts = collect_documents(source, directory, document_bytes=config.data.max_document_bytes)
         if collect_key(config, source) != key:
             raise DataFormatError(
                 "data.source changed while it was read: start again when nobody writes to it"
@@ -54,12 +54,12 @@ def punkt_key(config: RunConfig) -> StageKey:
 
 
 @stage_task("punkt", punkt_key)
-def download_punkt(config: RunConfig) -> StageResult:
+def punkt(config: RunConfig) -> StageResult:
     """Download nltk's Punkt model of `data.language`."""
-    from megacore.tokenizer import sentences
+    from megacore.tokenizer.sentences import download_punkt
 
     def fill(directory: Path) -> dict[str, Any]:
-        sentences.download_punkt(directory, config.data.language)
+        download_punkt(directory, config.data.language)
         return {
             "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         }
