@@ -22,7 +22,6 @@ from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
-from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor
@@ -52,26 +51,16 @@ class LiveRun:
     Like the forwarder it never makes the training wait or fail.
     """
 
-    def __init__(
-        self,
-        tracking: Tracking,
-        forwarder: Forwarder,
-        *,
-        system_metrics: bool,
-        wandb: WandbRun | None = None,
-    ) -> None:
-        """Initialize it without sending anything.
-
-        Args:
-            tracking: MLflow store.
-            forwarder: forwarder of the run's events.
-            system_metrics: measure CPU, memory, disk, network and GPUs of this host.
-            wandb: further receiver of the run's events.
-        """
-        self._wandb = wandb
-        self._tracking = tracking
+    def __init__(self, forwarder: Forwarder, attempt: int) -> None:
+        """Initialize it without sending anything. Raises ConfigError without wandb."""
         self._forwarder = forwarder
-        self._metrics = SystemMetrics(tracking.uri) if system_metrics else None
+        self._attempt = attempt
+        options = forwarder.config.tracking
+        self._wandb: WandbRun | None = None
+        if options.wandb is not None:
+            check_wandb()
+            self._wandb = WandbRun(options.wandb, forwarder.directory, forwarder.config)
+        self._metrics = SystemMetrics(forwarder.tracking.uri) if options.system_metrics else None
         self._linked = False
         self._warned = False
 
@@ -95,7 +84,7 @@ class LiveRun:
             self._metrics.poll(run_id)
         if not self._linked:
             # A thread with the context of the task run, to which the link belongs.
-            arguments = (_link, self._tracking, run_id)
+            arguments = (_link, self._forwarder.tracking, run_id)
             threading.Thread(target=copy_context().run, args=arguments, daemon=True).start()
             self._linked = True
 
@@ -110,20 +99,22 @@ class LiveRun:
         if self._metrics is not None:
             self._metrics.stop()
 
-
-def live_run(
-    tracking: Tracking, forwarder: Forwarder, config: FlowConfig, run_directory: Path
-) -> LiveRun:
-    """Return the live run that a configuration asks for. Raises ConfigError without wandb."""
-    settings = config.tracking.wandb
-    if settings is not None:
-        check_wandb()
-    return LiveRun(
-        tracking,
-        forwarder,
-        system_metrics=config.tracking.system_metrics,
-        wandb=None if settings is None else WandbRun(settings, run_directory, config),
-    )
+    def report_end(self, error: BaseException | None) -> None:
+        """Report to MLflow how the attempt ended; publication sends what MLflow lacks then."""
+        status: RunStatus = "FINISHED"
+        if error is not None:
+            failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
+            status = "FAILED" if failed else "KILLED"
+        forwarder, tracking = self._forwarder, self._forwarder.tracking
+        try:
+            run_id = forwarder.finish(status, FINAL_FLUSH if error is None else STOP_FLUSH)
+            reason = exit_reason(forwarder.directory / EVENTS_FILE, self._attempt, error)
+            with tracking.errors("take why the run ended"):
+                tracking.client.set_tag(run_id, EXIT_TAG, reason)
+            update_run_page(tracking, run_id, forwarder.directory, forwarder.facts, ending=reason)
+        except Exception as failure:
+            # a failed report must neither hide the training's error nor fail a finished training
+            get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)
 
 
 @contextmanager
@@ -132,44 +123,21 @@ def watched(
 ) -> Iterator[Callable[[], None]]:
     """Show the training in the body in MLflow and Prefect, and report how it ended.
 
-    Args:
-        job: job of the ranks.
-        facts: facts that MLflow records in addition to the configuration.
-        iterations: last iteration; None if the events tell it.
-        label: name of the progress bar.
-
-    Yields:
-        Function to call a few times a second.
+    Yields a function to call a few times a second. `iterations` is the last iteration; None if the
+    events tell it.
     """
     config, directory = job.config, Path(job.run_directory)
-    tracking = Tracking.of(config)
-    forwarder = Forwarder(tracking, directory, config, facts)
+    live = LiveRun(Forwarder(Tracking.of(config), directory, config, facts), job.attempt)
     events = directory / EVENTS_FILE
-    live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(job.attempt_log, events, iterations, live.poll, label=label)
-    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
-        yield monitor.poll
-        monitor.poll()
-
-
-@contextmanager
-def report_end(
-    tracking: Tracking, forwarder: Forwarder, events: Path, attempt: int
-) -> Iterator[None]:
-    """Report to MLflow how the attempt in the body ended, whatever error it raised.
-
-    Args:
-        tracking: MLflow store.
-        forwarder: forwarder of the run's events.
-        events: path of the run's events.jsonl.
-        attempt: number of the attempt.
-    """
     try:
-        yield
+        with live, monitor:
+            yield monitor.poll
+            monitor.poll()
     except BaseException as error:
-        _end(tracking, forwarder, events, attempt, error)
+        live.report_end(error)
         raise
-    _end(tracking, forwarder, events, attempt, None)
+    live.report_end(None)
 
 
 def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
@@ -267,26 +235,3 @@ def _link(tracking: Tracking, run_id: str) -> None:
             create_link_artifact(link=page, link_text="MLflow run", key="mlflow-run")
     except Exception as error:  # a missing link must not end a training
         get_run_logger().warning("the link to the MLflow run was not made: %s", error)
-
-
-def _end(
-    tracking: Tracking,
-    forwarder: Forwarder,
-    events: Path,
-    attempt: int,
-    error: BaseException | None,
-) -> None:
-    """Report the attempt's end to MLflow; publication sends what MLflow does not accept now."""
-    status: RunStatus = "FINISHED"
-    if error is not None:
-        failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
-        status = "FAILED" if failed else "KILLED"
-    try:
-        run_id = forwarder.finish(status, FINAL_FLUSH if error is None else STOP_FLUSH)
-        reason = exit_reason(events, attempt, error)
-        with tracking.errors("take why the run ended"):
-            tracking.client.set_tag(run_id, EXIT_TAG, reason)
-        update_run_page(tracking, run_id, events.parent, forwarder.facts, ending=reason)
-    except Exception as failure:
-        # a failed report must neither hide the training's error nor fail a finished training
-        get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)

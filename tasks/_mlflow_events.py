@@ -257,6 +257,9 @@ class Forwarder:
     The MLflow run is created once the store answers.
 
     Attributes:
+        tracking: MLflow store.
+        directory: directory of events.jsonl.
+        config: configuration that is recorded with the run.
         facts: further facts that are recorded with the run.
     """
 
@@ -271,16 +274,11 @@ class Forwarder:
     ) -> None:
         """Initialize the forwarder without reading or sending anything.
 
-        Args:
-            tracking: MLflow store.
-            run_directory: directory of events.jsonl.
-            config: configuration that is recorded with the run.
-            facts: further facts that are recorded with the run.
-            interval: minimum number of seconds between two deliveries.
+        Deliveries are at least `interval` seconds apart.
         """
-        self._tracking = tracking
-        self._directory = run_directory
-        self._config = config
+        self.tracking = tracking
+        self.directory = run_directory
+        self.config = config
         self.facts = facts
         self._interval = interval
         self._events = run_directory / EVENTS_FILE
@@ -337,7 +335,7 @@ class Forwarder:
     def finish(self, status: RunStatus = "FINISHED", timeout: float = 120.0) -> str:
         """Flush, set the run's final status, and return its id. Raises TrackingError."""
         run_id = self.flush(timeout)
-        end_run(self._tracking, run_id, status)
+        end_run(self.tracking, run_id, status)
         return run_id
 
     def _join(self, timeout: float) -> None:
@@ -391,14 +389,14 @@ class Forwarder:
         One process at a time delivers the events of a run: a flow may publish it while another one
         extends it.
         """
-        path = self._directory / OFFSET_FILE
+        path = self.directory / OFFSET_FILE
         with workspace_errors(path), lock(path, on_wait=_log.debug):
             self._deliver()
 
     def _deliver(self) -> None:
         if self._run_id is None:
-            run_id = ensure_run(self._tracking, self._directory, self._config, self.facts)
-            send_preflight(self._tracking, run_id, self._directory)
+            run_id = ensure_run(self.tracking, self.directory, self.config, self.facts)
+            send_preflight(self.tracking, run_id, self.directory)
             self._restore(run_id)
         elif self._committed_offset(self._run_id) != self._offset:  # another process has sent
             self._restore(self._run_id)
@@ -431,7 +429,7 @@ class Forwarder:
         self._run_id = run_id
 
     def _committed_offset(self, run_id: str) -> int:
-        path = self._directory / OFFSET_FILE
+        path = self.directory / OFFSET_FILE
         try:
             state = read_json(path)
             known = state["run_id"] == run_id and state.get("names") == _NAMES
@@ -449,23 +447,23 @@ class Forwarder:
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         assert self._run_id is not None
-        with self._tracking.errors("take the run's events"):
+        with self.tracking.errors("take the run's events"):
             points = self._unsent(batch.points) if self._offset < self._doubt_end else batch.points
             metrics = [
                 Metric(point.key, point.value, point.timestamp_ms, point.step) for point in points
             ]
             tags = [RunTag(name, value) for name, value in batch.progress.items()]
             if metrics or tags:
-                self._tracking.client.log_batch(self._run_id, metrics=metrics, tags=tags)
+                self.tracking.client.log_batch(self._run_id, metrics=metrics, tags=tags)
             for event in batch.checkpoints:
                 self._record_checkpoint(event)
             for name in batch.files:
-                self._send_file(self._directory / name, Path(name).parent.name)
+                self._send_file(self.directory / name, Path(name).parent.name)
             for name in sorted(batch.tables):
                 # The file has all rows: sending it again replaces them.
-                self._send_file(self._directory / name)
+                self._send_file(self.directory / name)
                 table = json.dumps([{"path": name, "type": "table"}])
-                self._tracking.client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, table)
+                self.tracking.client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, table)
 
     def _send_file(self, path: Path, folder: str | None = None) -> None:
         """Log a file as an artifact of the run, in `folder` if it is not None.
@@ -474,7 +472,7 @@ class Forwarder:
         """
         assert self._run_id is not None
         if path.is_file():
-            self._tracking.client.log_artifact(self._run_id, str(path), folder)
+            self.tracking.client.log_artifact(self._run_id, str(path), folder)
         else:
             _log.warning("%s is not there any more: MLflow does not get it", path)
 
@@ -498,12 +496,12 @@ class Forwarder:
         assert self._run_id is not None
         ahead = range(first, last + 1 + _BATCHES_AHEAD * (last + 1 - first))
         for part in (ahead, range(first, last + 1)):
-            found = stored_steps(self._tracking, self._run_id, key, part)
+            found = stored_steps(self.tracking, self._run_id, key, part)
             self._progress = time.monotonic()
             if found is not None:
                 self._history[key] = part, found
                 return found
-        history = self._tracking.client.get_metric_history(self._run_id, key)
+        history = self.tracking.client.get_metric_history(self._run_id, key)
         self._progress = time.monotonic()  # a long history takes minutes
         found = {metric.step for metric in history}
         self._history[key] = _ALL_STEPS, found
@@ -513,21 +511,21 @@ class Forwarder:
         assert self._run_id is not None
         if event["kind"] == "checkpoint":
             ensure_checkpoint_model(
-                self._tracking,
+                self.tracking,
                 self._run_id,
-                self._config.name,
+                self.config.name,
                 event,
-                self._directory,
+                self.directory,
                 self.facts.datasets,
             )
         elif event["kind"] == "perplexity":
-            log_checkpoint_perplexity(self._tracking, self._run_id, event, self.facts.datasets)
+            log_checkpoint_perplexity(self.tracking, self._run_id, event, self.facts.datasets)
         else:
-            mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
+            mark_deleted(self.tracking, self._run_id, int(event["iteration"]))
 
     def _commit(self, batch: Batch) -> None:
         state = {"run_id": self._run_id, "offset": batch.end, "names": _NAMES}
-        write_json(self._directory / OFFSET_FILE, state)
+        write_json(self.directory / OFFSET_FILE, state)
         self._offset = batch.end
         self._progress = time.monotonic()
         for kind, iteration in sorted(batch.seen):

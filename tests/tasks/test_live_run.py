@@ -82,9 +82,11 @@ def test_run_is_measured_only_if_configured(
 ) -> None:
     monkeypatch.setattr("tasks._live_run.INTERVAL", 0.05)
     log.step(10)
-    forwarder = Forwarder(tracking, run_directory, config, facts)
+    values = {"tracking": {"system_metrics": system_metrics}}
+    chosen = RunConfig.model_validate(config.model_dump() | values)
+    forwarder = Forwarder(tracking, run_directory, chosen, facts)
     deadline = time.monotonic() + 20
-    with LiveRun(tracking, forwarder, system_metrics=system_metrics) as live:
+    with LiveRun(forwarder, 1) as live:
         while forwarder.run_id is None or (
             system_metrics and not steps(tracking, forwarder.run_id)
         ):

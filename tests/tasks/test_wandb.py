@@ -18,7 +18,7 @@ from megacore.config import RunConfig
 from megacore.config.train import WandbConfig
 from megacore.errors import ConfigError
 from tasks import _wandb
-from tasks._live_run import live_run
+from tasks._live_run import LiveRun
 from tasks._mlflow import Tracking
 from tasks._mlflow_events import Forwarder, points_of
 from tasks._wandb import STATE_FILE, WandbRun, row_of
@@ -243,9 +243,9 @@ def test_a_live_run_sends_to_both_and_needs_the_package(
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"wandb is not installed.*\.\[wandb\]"):
-            live_run(tracking, forwarder, chosen, run_directory)
+            LiveRun(forwarder, 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with live_run(tracking, forwarder, chosen, run_directory) as live:
+    with LiveRun(forwarder, 1) as live:
         live.poll()
     assert server.iterations == [("train", 10)]
     forwarder.finish()
