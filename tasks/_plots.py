@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.observe.events import EventReader
-
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from tasks._run_history import RunHistory
 
 LOSS_FILE = "loss.png"
 PPL_FILE = "ppl.png"
@@ -84,78 +82,29 @@ class Curve:
         return Curve([self.iterations[index] for index in kept], [self.values[i] for i in kept])
 
 
-@dataclass(frozen=True)
-class Curves:
-    """Curves of a run's plots."""
-
-    train_loss: Curve
-    valid_loss: Curve
-    valid_ppl: Curve
-    tokens_per_iteration: float
-    """Consumed tokens per iteration, for the second axis; 0 if no event reports them."""
-
-    @property
-    def last_iteration(self) -> int:
-        """Last iteration of the loss curves."""
-        return max([0, *self.train_loss.iterations[-1:], *self.valid_loss.iterations[-1:]])
-
-
-def read_curves(events: Path) -> Curves:
-    """Read the curves from an events.jsonl."""
-    train: dict[int, float] = {}
-    loss: dict[int, float] = {}
-    ppl: dict[int, float] = {}
-    tokens = 0.0
-    for event, _ in EventReader(events):
-        target, name = {
-            "step": (train, "lm_loss"),
-            "evaluation": (loss, "lm_loss"),
-            "perplexity": (ppl, "valid_ppl"),
-        }.get(event["kind"], (None, ""))
-        if target is None or event[name] is None:
-            continue
-        target.setdefault(int(event["iteration"]), float(event[name]))
-        if event["kind"] == "step":
-            tokens = event["consumed_tokens"] / event["iteration"]
-    return Curves(Curve.of(train), Curve.of(loss), Curve.of(ppl), tokens)
-
-
-def plot_run(events: Path, directory: Path, run_name: str) -> list[Path]:
+def plot_run(history: "RunHistory", directory: Path, run_name: str) -> list[Path]:
     """Write loss.png and ppl.png into `directory` and return their paths.
 
     The loss axis is linear (it is a logarithm already), the perplexity axis logarithmic.
     """
-    curves = read_curves(events)
-    return [
-        _save(_loss_figure(curves, run_name), directory / LOSS_FILE),
-        _save(_ppl_figure(curves, run_name), directory / PPL_FILE),
-    ]
-
-
-def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -> Path:
-    """Write the distribution of sequence lengths, in tokens, to `path`, and return the path.
-
-    The file is .png or .svg.
-    """
-    from megacore.inspect.tokens import draw_lengths
-
-    return draw_lengths(lengths, path, title)
-
-
-def _loss_figure(curves: Curves, run_name: str) -> "Figure":
-    figure, axes = _figure(f"{run_name}: loss", "lm loss (nats per token)", curves)
-    plot_smoothed(axes, curves.train_loss, "train")
-    plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
+    train, valid = history.by_iteration("train_loss"), history.by_iteration("valid_loss")
+    last = max([0, *train.iterations[-1:], *valid.iterations[-1:]])
+    tokens = float(history.tokens_at([last])[0]) / last if last else 0.0
+    loss, axes = _figure(f"{run_name}: loss", "lm loss (nats per token)", last, tokens)
+    plot_smoothed(axes, train, "train")
+    plot_validation(axes, valid, "validation", "{:.3f}")
     _legend(axes)
-    return figure
-
-
-def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
-    figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
-    set_log_scale(axes, curves.valid_ppl.values)
-    plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
+    ppl, axes = _figure(
+        f"{run_name}: validation perplexity", "perplexity (log scale)", last, tokens
+    )
+    perplexities = history.by_iteration("valid_ppl")
+    set_log_scale(axes, perplexities.values)
+    plot_validation(axes, perplexities, "validation", "{:.1f}")
     _legend(axes)
-    return figure
+    paths = [directory / LOSS_FILE, directory / PPL_FILE]
+    for figure, path in zip((loss, ppl), paths, strict=True):
+        figure.savefig(path)
+    return paths
 
 
 def _legend(axes: "Axes") -> None:
@@ -179,8 +128,8 @@ def set_log_scale(axes: "Axes", values: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
-    """Create a figure with iterations below and, if known, consumed tokens above."""
+def _figure(title: str, label: str, last: int, per_iteration: float) -> "tuple[Figure, Axes]":
+    """Create a figure of `last` iterations, with the consumed tokens above if they are known."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -191,12 +140,11 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("iteration")
     axes.set_ylabel(label)
-    axes.set_xlim(0, max(1, curves.last_iteration) * _MARGIN)
+    axes.set_xlim(0, max(1, last) * _MARGIN)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines["right"].set_visible(False)
-    per_iteration = curves.tokens_per_iteration
     if per_iteration:
         top = axes.secondary_xaxis(
             "top",
@@ -267,11 +215,6 @@ def plot_validation(
         label=f"{label}, best {value} at {position(curve.iterations[best])}",
         **marker,
     )
-
-
-def _save(figure: "Figure", path: Path) -> Path:
-    figure.savefig(path)
-    return path
 
 
 def short_count(value: float) -> str:

@@ -186,6 +186,10 @@ class RunHistory:
         for event, _ in EventReader(events, heads=heads):
             self._add(event)
 
+    def by_iteration(self, name: str) -> Curve:
+        """Return the curve `name` of CURVES, by iteration."""
+        return self._values[name].curve()
+
     def curve(self, name: str) -> Curve:
         """Return the curve `name` of CURVES, by consumed tokens."""
         iterations, values = self._values[name].sorted()

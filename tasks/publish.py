@@ -152,12 +152,13 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
     """Write the report, send what MLflow lacks, and register the model; return the receipt."""
     from tasks._plots import plot_run
     from tasks._report import write_report
+    from tasks._run_history import RunHistory
 
     trained, evaluation, export = inputs.trained, inputs.evaluation, inputs.export
     tokens, contamination = inputs.tokens, inputs.contamination
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
     pictures = [
-        *plot_run(trained.directory / EVENTS_FILE, scratch, config.name),
+        *plot_run(RunHistory(trained.directory / EVENTS_FILE), scratch, config.name),
         *_length_pictures(tokens, scratch),
     ]
     facts = _report_facts(config, run_id, inputs)

@@ -205,13 +205,14 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
 
     The plot is no part of the artifact, because its bytes depend on the plotting library.
     """
+    from megacore.inspect.tokens import draw_lengths
     from megacore.token_files.indexed_dataset import IndexedDataset
-    from tasks._plots import LENGTHS_FILE, length_histogram
+    from tasks._plots import LENGTHS_FILE
 
     (prefix,) = token_prefixes(tokens.directory)
     picture = tokens.directory / LENGTHS_FILE
     unit = "sentence" if config.data.split_sentences else "document"
-    length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {unit}")
+    draw_lengths(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {unit}")
     encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
     # Stored as markdown, because Prefect prints an image artifact's address below it, and this
     # address contains the whole image.

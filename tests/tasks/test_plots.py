@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks._plots import Curve, plot_run, read_curves, short_count
+from tasks._plots import Curve, plot_run, short_count
+from tasks._run_history import RunHistory
 from tests.tasks.events import EventLog
 
 
@@ -16,11 +17,10 @@ def test_curves_contain_the_first_report_of_an_iteration(log: EventLog) -> None:
     log.step(20, loss=9.0)
     log.evaluation(20, loss=9.0)
     log.write("step", 30, lm_loss=None, consumed_tokens=960)
-    curves = read_curves(log.path)
-    assert curves.train_loss == Curve([10, 20], [4.0, 3.0])
-    assert curves.valid_loss == Curve([20], [2.0])
-    assert curves.tokens_per_iteration == 32
-    assert curves.last_iteration == 20
+    history = RunHistory(log.path)
+    assert history.by_iteration("train_loss") == Curve([10, 20], [4.0, 3.0])
+    assert history.by_iteration("valid_loss") == Curve([20], [2.0])
+    assert history.tokens_at([20]) == 640
 
 
 @pytest.mark.parametrize(("iterations", "evaluations"), [(0, 0), (1, 0), (3, 1), (500, 10)])
@@ -35,7 +35,7 @@ def test_curves_of_any_length_are_drawn(
     for index in range(1, evaluations + 1):
         log.evaluation(iterations * index // evaluations, loss=8.0 / index**0.2)
         log.perplexity(iterations * index // evaluations, loss=8.0 / index**0.2)
-    for path in plot_run(log.path, tmp_path, "gpt2-test"):
+    for path in plot_run(RunHistory(log.path), tmp_path, "gpt2-test"):
         pixels = imread(path)
         assert pixels.shape[:2] == (624, 1040)
         if evaluations:
@@ -72,18 +72,3 @@ def test_short_count_uses_suffixes() -> None:
         "32B",
         "1T",
     ]
-
-
-def test_length_histogram_is_drawn(tmp_path: Path) -> None:
-    import numpy as np
-    from matplotlib.image import imread
-
-    from tasks._plots import LENGTHS_FILE, length_histogram
-
-    picture = length_histogram(
-        np.array([1, 5, 40, 41], np.int32), tmp_path / LENGTHS_FILE, "tokens per document"
-    )
-    pixels = imread(picture)
-    assert pixels.shape[:2] == (624, 1040)
-    orange = (pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.5) & (pixels[..., 2] < 0.3)
-    assert orange.sum() > 20
