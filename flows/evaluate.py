@@ -12,29 +12,29 @@ from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
+from tasks.index import RunData
 from tasks.preflight import load_checked_config
 from tasks.train import open_finished_training, run_directory
 from tasks.zeroshot import ScoredRun, zeroshot, zeroshot_summary
 
 
 def score_stages(
-    pipeline: StageRunner[RunConfig], trained: Artifact | None, *data: Artifact
+    pipeline: StageRunner[RunConfig], trained: Artifact | None, data: RunData[Artifact]
 ) -> tuple[Artifact | None, tuple[Artifact, ...]]:
     """Score the kept checkpoints; `trained` is None while the training is not finished.
 
     Returns the report, if the training is finished, and the zero-shot scores by iteration.
     """
-    tokens, tokenizer, index = data
-    directory = run_directory(pipeline.config, tokens, tokenizer)
+    directory = run_directory(pipeline.config, data.tokens, data.tokenizer)
     hidden = withheld(pipeline.config, pipeline.contamination)
     with kept_checkpoints(directory) as kept:
-        scores = score_checkpoints(pipeline, directory, kept, *data)
+        scores = score_checkpoints(pipeline, directory, kept, data)
         evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
         report = scores.report()
         pipeline.summary = evaluation_summary(report)
-        run = ScoredRun(directory, trained is not None, tokens, index, hidden)
+        run = ScoredRun(directory, trained is not None, data, hidden)
         best = best_row(report)["checkpoint"]
-        zero_shot = zeroshot(pipeline, scores.checkpoints, best, tokenizer, run)
+        zero_shot = zeroshot(pipeline, scores.checkpoints, best, run)
     return evaluation, zero_shot
 
 
@@ -49,8 +49,8 @@ def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -
     """
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data = data_stages(pipeline)
-        trained = open_finished_training(pipeline.config, *data)
-        _, zero_shot = score_stages(pipeline, trained, *data)
+        trained = open_finished_training(pipeline.config, data)
+        _, zero_shot = score_stages(pipeline, trained, data)
         hidden = withheld(pipeline.config, pipeline.contamination)
         pipeline.summary += zeroshot_summary(zero_shot, hidden)
         pipeline.summary += contamination_summary(pipeline.config, pipeline.contamination)

@@ -14,6 +14,7 @@ from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
 from tasks.convert import convert
 from tasks.evaluate import kept_checkpoints
+from tasks.index import RunData
 from tasks.lm_eval import lm_eval_stages, lm_eval_summary
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
@@ -23,20 +24,22 @@ from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(
-    pipeline: StageRunner[RunConfig], trained: Artifact, *data: Artifact
+    pipeline: StageRunner[RunConfig], trained: Artifact, data: RunData[Artifact]
 ) -> None:
     """Run the stages after a training: scores, conversion, lm-eval, publication and summary."""
     # Another flow may extend the training meanwhile: its retention must not delete the best.
     with kept_checkpoints(trained.directory):
-        evaluation, zero_shot = score_stages(pipeline, trained, *data)
+        evaluation, zero_shot = score_stages(pipeline, trained, data)
         assert evaluation is not None, "a finished training has a report"
-        exported = pipeline.stage(convert, trained, evaluation, *data)
+        exported = pipeline.stage(convert, trained, evaluation, data)
     found = pipeline.contamination
     hidden = withheld(pipeline.config, found)
-    scored = lm_eval_stages(pipeline, trained, evaluation, exported, *data, hidden=hidden)
+    scored = lm_eval_stages(pipeline, trained, evaluation, exported, data, hidden)
     all_scores = (*zero_shot, *scored)
-    published = pipeline.stage(publish, trained, evaluation, exported, *data, all_scores, found)
-    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published, data[-1])
+    published = pipeline.stage(publish, trained, evaluation, exported, data, all_scores, found)
+    pipeline.summary = outcome(
+        pipeline.config, trained, evaluation, exported, published, data.index
+    )
     pipeline.summary += zeroshot_summary(zero_shot, hidden) + lm_eval_summary(scored, hidden)
     pipeline.summary += contamination_summary(pipeline.config, found)
     push_stage(pipeline, trained, exported, published)
@@ -53,8 +56,8 @@ def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> 
     check_tasks(config.evaluate.lm_eval)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
-        trained = finished_training(config, *data)
-        publication_stages(pipeline, trained, *data)
+        trained = finished_training(config, data)
+        publication_stages(pipeline, trained, data)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,14 @@ from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.collect import COLLECTED_AT_ONCE, collect, needs_punkt, punkt
 from tasks.contamination import contamination_stage, contamination_summary, searched
 from tasks.curate import curate
-from tasks.index import build_index, report_epochs
+from tasks.index import RunData, build_index, report_epochs
 from tasks.preflight import load_checked_config
 from tasks.tokenize import blend, make_tokenizer, share_cores, tokenize
 from tasks.train import planned_order
 
 
-def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, Artifact]:
-    """Run the data stages in order, each source separately and several sources side by side.
-
-    Returns the tokens, the tokenizer and the index maps.
-    """
+def data_stages(pipeline: StageRunner[RunConfig]) -> RunData[Artifact]:
+    """Run the data stages in order, each source separately and several sources side by side."""
     config = pipeline.config
     sources = [(source,) for source in config.data.sources]
     corpora = pipeline.stages(collect, sources, at_once=COLLECTED_AT_ONCE)
@@ -42,7 +39,7 @@ def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, A
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
     index = pipeline.stage(build_index, tokens, planned_order(config, tokens, tokenizer))
     pipeline.contamination = contamination_stage(pipeline, searches, tokens, index)
-    return tokens, tokenizer, index
+    return RunData(tokens, tokenizer, index)
 
 
 @on_page(PRETRAINING)
@@ -52,8 +49,8 @@ def data_stages(pipeline: StageRunner[RunConfig]) -> tuple[Artifact, Artifact, A
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
-        _, _, index = data_stages(pipeline)
-        pipeline.summary = report_epochs(pipeline.config, index)
+        data = data_stages(pipeline)
+        pipeline.summary = report_epochs(pipeline.config, data.index)
         pipeline.summary += contamination_summary(pipeline.config, pipeline.contamination)
 
 

@@ -32,9 +32,9 @@ def pretrain(
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         # Kept if the training fails; otherwise the outcome, which repeats it, replaces it.
-        pipeline.summary = report_epochs(config, data[-1])
-        trained = pipeline.stage(train, *data)
-        publication_stages(pipeline, trained, *data)
+        pipeline.summary = report_epochs(config, data.index)
+        trained = pipeline.stage(train, data)
+        publication_stages(pipeline, trained, data)
     return pipeline.ended
 
 

@@ -18,6 +18,9 @@ from megacore.redact import redact_values
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
 from tasks._stage_runner import Output, store_config
+from tasks.index import RunData
+
+Names = str | tuple[str, ...] | RunData[str] | None
 
 
 class PlannedStage(NamedTuple):
@@ -26,7 +29,7 @@ class PlannedStage(NamedTuple):
     name: str
     """Name of the stage, numbered if it runs several times."""
     key_of: Callable[..., StageKey]
-    inputs: tuple[str | tuple[str, ...] | None, ...] = ()
+    inputs: tuple[Names, ...] = ()
     """Names of the stages whose artifacts it reads, in the order of its task's arguments; None for
     an argument without an artifact."""
     problem: Callable[..., str | None] | None = None
@@ -44,8 +47,13 @@ class PlannedStage(NamedTuple):
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of all stages whose artifacts it reads."""
-        groups = [(each,) if isinstance(each, str) else each or () for each in self.inputs]
-        return tuple(itertools.chain.from_iterable(groups))
+        return tuple(itertools.chain.from_iterable(map(_names, self.inputs)))
+
+
+def _names(names: Names) -> tuple[str, ...]:
+    if isinstance(names, RunData):
+        return names.tokens, names.tokenizer, names.index
+    return (names,) if isinstance(names, str) else names or ()
 
 
 def planned_row(
@@ -60,14 +68,13 @@ def planned_row(
             "state": "would run",
             "why": "new input",
         }
-    inputs: list[Any] = [
-        tuple(artifacts[name] for name in each)
-        if isinstance(each, tuple)
-        else artifacts[each]
-        if each
-        else None
-        for each in planned.inputs
-    ]
+    inputs: list[Any] = []
+    for names in planned.inputs:
+        several = [artifacts[name] for name in _names(names)]
+        if isinstance(names, RunData):
+            inputs.append(RunData(*several))
+        else:
+            inputs.append(tuple(several) if isinstance(names, tuple) else next(iter(several), None))
     key = planned.key_of(config, *inputs)
     directory = planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
     try:

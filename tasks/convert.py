@@ -14,6 +14,7 @@ from megacore.jobs.run import ConvertJob
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
 from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
+from tasks.index import RunData
 from tasks.train import job_of
 
 
@@ -21,9 +22,7 @@ def convert_key(
     config: RunConfig,
     trained: Artifact,
     evaluation: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     checkpoint: str | None = None,
 ) -> StageKey:
     """Return the key of the exported model; None stands for the best checkpoint.
@@ -34,7 +33,7 @@ def convert_key(
         DataFormatError: if the tokenizer's other files are damaged.
     """
     chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
-    named = _begin_and_ends(config, trained, tokens, tokenizer, index)
+    named = _begin_and_ends(config, trained, data)
     parameters = key_parameters(config, "convert", chosen | named)
     version = stages.CONVERT_VERSION
     if config.family == "bert":
@@ -45,12 +44,12 @@ def convert_key(
         parameters,
         trained=trained,
         evaluation=evaluation,
-        tokenizer=tokenizer,
+        tokenizer=data.tokenizer,
     )
 
 
 def _begin_and_ends(
-    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig, trained: Artifact, data: RunData[Artifact]
 ) -> dict[str, Any]:
     """Return the begin token and further ends that the export names, where there are any.
 
@@ -58,8 +57,8 @@ def _begin_and_ends(
     """
     from megacore.convert.tokenizers import with_begin
 
-    job = job_of(config, trained.directory, tokens, tokenizer, index, ranks=1, threads=1)
-    special = with_begin(job.spec, tokenizer.directory).special_tokens
+    job = job_of(config, trained.directory, data, ranks=1, threads=1)
+    special = with_begin(job.spec, data.tokenizer.directory).special_tokens
     values = special.model_dump(mode="json", include={"bos", "ends"})
     return {role: value for role, value in values.items() if value not in (None, [])}
 
@@ -69,16 +68,14 @@ def convert(
     config: RunConfig,
     trained: Artifact,
     evaluation: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     checkpoint: str | None = None,
 ) -> StageResult:
     """Export a checkpoint, or the one with the lowest validation loss.
 
     The stage fails if the gate fails.
     """
-    key = convert_key(config, trained, evaluation, tokens, tokenizer, index, checkpoint)
+    key = convert_key(config, trained, evaluation, data, checkpoint)
 
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(trained.directory, f"convert-{key.key}")
@@ -91,9 +88,7 @@ def convert(
                 # host's GPUs.
                 config,
                 trained.directory,
-                tokens,
-                tokenizer,
-                index,
+                data,
                 ranks=1,
                 threads=config.launch.threads_per_rank or Hardware.detect().cores,
             ).model_dump()
@@ -101,7 +96,7 @@ def convert(
                 "exit_directory": str(scratch / "exit"),
                 "checkpoint": str(trained.directory / CHECKPOINTS_NAME / chosen),
                 "output_directory": str(directory),
-                "card": _card(config, trained, evaluation, tokens, scores),
+                "card": _card(config, trained, evaluation, data.tokens, scores),
             }
         )
         # Not the run's lock, which a flow that extends the training may hold for days.
@@ -114,7 +109,7 @@ def convert(
             "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
         }
 
-    return build(config, key, fill, writes=lambda: _model_bytes(config, tokenizer))
+    return build(config, key, fill, writes=lambda: _model_bytes(config, data.tokenizer))
 
 
 def _model_bytes(config: RunConfig, tokenizer: Artifact) -> int:

@@ -39,7 +39,7 @@ from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorde
 from tasks._monitor import LogTail
 from tasks._perplexity import PerplexityTable
 from tasks._stage_runner import DELETED, StageRunner
-from tasks.index import held_out_digest, split_data, split_datasets, split_digests
+from tasks.index import RunData, held_out_digest, split_data, split_datasets, split_digests
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
@@ -115,14 +115,12 @@ class Scoring:
         config: RunConfig,
         run_directory: Path,
         targets: Sequence[Target],
-        tokens: Artifact,
-        tokenizer: Artifact,
-        index: Artifact,
+        data: RunData[Artifact],
     ) -> None:
         self._config = config
         self._run_directory = run_directory
         self._targets = tuple(targets)
-        self._data = (tokens, tokenizer, index)
+        self._data = data
         self._requested: tuple[Target, ...] = ()
         self._output = run_directory
         self._devices = ExitStack()
@@ -164,7 +162,7 @@ class Scoring:
 
     def _start(self, first: Target) -> None:
         """Start the ranks for `first` and the later models that exist and lack a score."""
-        _, _, index = self._data
+        index = self._data.index
         later = self._targets[self._targets.index(first) + 1 :]
         self._requested = (
             first,
@@ -183,7 +181,7 @@ class Scoring:
         self._stop.clear()
         self._error = None
         job = EvaluateJob(
-            **make_job(self._config, self._run_directory, *self._data).model_dump()
+            **make_job(self._config, self._run_directory, self._data).model_dump()
             | {
                 "exit_directory": str(scratch / "exit"),
                 "checkpoints": tuple(each.path for each in self._requested if each.path),
@@ -296,9 +294,7 @@ def score_checkpoints(
     pipeline: StageRunner[RunConfig],
     run_directory: Path,
     kept: Sequence[Target],
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
 ) -> Scores:
     """Score each checkpoint in a task run of its own, and show each score when it is there.
 
@@ -307,12 +303,12 @@ def score_checkpoints(
     """
     config = pipeline.config
     targets = (*kept, Target(UNIGRAM)) if kept else ()
-    display = _Display(config, run_directory, split_datasets(config, tokens, index))
+    display = _Display(config, run_directory, split_datasets(config, data))
     results: dict[str, StageResult] = {}
-    with Scoring(config, run_directory, targets, tokens, tokenizer, index) as scoring:
+    with Scoring(config, run_directory, targets, data) as scoring:
         for target in targets:
             result = pipeline.checkpoint_stage(
-                evaluate_checkpoint, target.name, index, target, scoring
+                evaluate_checkpoint, target.name, data.index, target, scoring
             )
             if result is not None:
                 results[target.name] = result

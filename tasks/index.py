@@ -3,8 +3,9 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prefect import get_run_logger
 
@@ -25,6 +26,8 @@ from tasks._resume import resumed_state
 if TYPE_CHECKING:
     from megacore.data.index_options import IndexOptions, Mixture
 
+Item = TypeVar("Item")
+
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 """Sections of `data` that determine the samples of a single family; keys of other families leave
 them out."""
@@ -38,6 +41,15 @@ _TRAINING_ONLY = (
     "reset_attention_mask",
 )
 """Values that determine samples, but not which tokens of a held-out split are predicted."""
+
+
+@dataclass(frozen=True)
+class RunData(Generic[Item]):
+    """Artifacts from which a run is trained and scored, or in a dry run the names of the stages."""
+
+    tokens: Item
+    tokenizer: Item
+    index: Item
 
 
 def requested_samples(config: RunConfig) -> tuple[int, int, None]:
@@ -160,17 +172,18 @@ def split_digests(config: RunConfig, tokens: Artifact, split: str) -> list[str]:
     return [Manifest.read(Path(member.prefix).parent).digest for member in members]
 
 
-def split_datasets(config: RunConfig, tokens: Artifact, index: Artifact) -> dict[str, Dataset]:
+def split_datasets(config: RunConfig, data: RunData[Artifact]) -> dict[str, Dataset]:
     """Return the splits by name, as MLflow records them with a run and its perplexities.
 
     The digest of a split does not depend on the number of iterations.
     """
+    tokens = data.tokens
     return {
         split: Dataset(
             name=f"{split}-{tokens.key}",
             digest=_digest([split, split_data(config), split_digests(config, tokens, split)]),
             uri=tokens.path,
-            profile=index.counts.get(split, {}),
+            profile=data.index.counts.get(split, {}),
         )
         for split in ("train", "valid", "test")
     }

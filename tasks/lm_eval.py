@@ -19,6 +19,7 @@ from tasks._devices import devices
 from tasks._stage_runner import StageRunner
 from tasks.convert import convert
 from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
+from tasks.index import RunData
 from tasks.zeroshot import ScoredRun, log_to_run, published
 
 VERSION = 1
@@ -89,7 +90,7 @@ def lm_eval_stages(
     trained: Artifact,
     evaluation: Artifact,
     exported: Artifact,
-    *data: Artifact,
+    data: RunData[Artifact],
     hidden: frozenset[str] = frozenset(),
 ) -> tuple[Artifact, ...]:
     """Score the best checkpoint, or all that are kept, each exported and scored in its own task.
@@ -100,12 +101,11 @@ def lm_eval_stages(
     options = pipeline.config.evaluate.lm_eval
     if not options.tasks:
         return ()
-    tokens, _, index = data
-    run = ScoredRun(trained.directory, True, tokens, index, hidden)
+    run = ScoredRun(trained.directory, True, data, hidden)
     exports = {exported.counts["checkpoint"]: exported}
     if options.checkpoints == "all":
         converted = {
-            name: pipeline.checkpoint_stage(convert, name, trained, evaluation, *data, name)
+            name: pipeline.checkpoint_stage(convert, name, trained, evaluation, data, name)
             for name in checkpoints_to_score(trained, evaluation)
         }
         exports = {name: result.artifact for name, result in converted.items() if result}

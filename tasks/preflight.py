@@ -37,7 +37,7 @@ from tasks.contamination import contamination_key, decontaminate_key, search_key
 from tasks.convert import convert_key
 from tasks.curate import curate_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
-from tasks.index import consumed_samples, epochs_of, index_key
+from tasks.index import RunData, consumed_samples, epochs_of, index_key
 from tasks.lm_eval import lm_eval_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
@@ -114,7 +114,7 @@ def planned_training(config: RunConfig) -> list[PlannedStage]:
         documents = tuple(numbered("decontaminate", number) for number in range(len(sources)))
     punkt = "punkt" if needs_punkt(config) else None
     tokens = "blend" if several else members[0]
-    data = (tokens, "tokenizer", "index")
+    data = RunData(tokens, "tokenizer", "index")
     return [
         *(
             PlannedStage(name, partial(collect_key, source=source))
@@ -151,7 +151,9 @@ def planned_training(config: RunConfig) -> list[PlannedStage]:
             if searches
             else []
         ),
-        PlannedStage("train", train_key, data, problem=training_problem, directory=_run_directory),
+        PlannedStage(
+            "train", train_key, (data,), problem=training_problem, directory=_run_directory
+        ),
     ]
 
 
@@ -167,7 +169,8 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
     The checkpoints are known when the training is finished (`trained`). Before that, one row of
     each kind stands for all of them.
     """
-    data = ("blend" if len(config.data.sources) > 1 else "tokenize", "tokenizer", "index")
+    tokens = "blend" if len(config.data.sources) > 1 else "tokenize"
+    data = RunData(tokens, "tokenizer", "index")
     kept = () if trained is None else _kept(trained)
     models = (*kept, Target(UNIGRAM))
     scores = tuple(f"evaluate {target.name}" for target in models)
@@ -181,13 +184,13 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
         ),
         PlannedStage("evaluate", evaluate_key, ("train", scores[-1], scores[:-1])),
         *zero_shot,
-        PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
+        PlannedStage("convert", convert_key, ("train", "evaluate", data)),
         *lm_eval,
         PlannedStage(
             "publish",
             publish_key,
             (
-                *("train", "evaluate", "convert", *data),
+                *("train", "evaluate", "convert", data),
                 tuple(planned.name for planned in scored),
                 "contamination" if _searches(config) else None,
             ),
@@ -222,7 +225,7 @@ def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[Plan
 
 
 def _planned_lm_eval(
-    config: RunConfig, kept: tuple[Target, ...], data: tuple[str, str, str]
+    config: RunConfig, kept: tuple[Target, ...], data: RunData[str]
 ) -> list[PlannedStage]:
     options = config.evaluate.lm_eval
     if not options.tasks:
@@ -234,7 +237,7 @@ def _planned_lm_eval(
         PlannedStage(
             f"convert {name}",
             partial(convert_key, checkpoint=name),
-            ("train", "evaluate", *data),
+            ("train", "evaluate", data),
         )
         for name in names
     ]
@@ -350,8 +353,6 @@ def _index_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> Stag
     return index_key(config, tokens, planned_order(config, tokens, tokenizer))
 
 
-def _run_directory(
-    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> Path:
+def _run_directory(config: RunConfig, data: RunData[Artifact]) -> Path:
     """Return a training's directory, which is not its key's: the key depends on train_iters."""
-    return run_directory(config, tokens, tokenizer)
+    return run_directory(config, data.tokens, data.tokenizer)

@@ -39,7 +39,7 @@ from tasks.evaluate import (
     perplexities_of,
     read_evaluation,
 )
-from tasks.index import epochs_summary, split_datasets
+from tasks.index import RunData, epochs_summary, split_datasets
 from tasks.lm_eval import scores_of
 from tasks.train import run_facts
 from tasks.zeroshot import metrics_of, published, read_scores, shown_scores
@@ -66,9 +66,7 @@ def publish_key(
     trained: Artifact,
     evaluation: Artifact,
     export: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     scored: tuple[Artifact, ...] = (),
     contamination: Artifact | None = None,
 ) -> StageKey:
@@ -84,7 +82,7 @@ def publish_key(
         trained=trained,
         evaluation=evaluation,
         export=export,
-        tokens=tokens,
+        tokens=data.tokens,
         **scores,
     )
 
@@ -104,9 +102,7 @@ class _Inputs:
     trained: Artifact
     evaluation: Artifact
     export: Artifact
-    tokens: Artifact
-    tokenizer: Artifact
-    index: Artifact
+    data: RunData[Artifact]
     scored: tuple[Artifact, ...]
     """Scores of the stages zeroshot and lm-eval, by iteration."""
     contamination: Artifact | None
@@ -118,9 +114,7 @@ def publish(
     trained: Artifact,
     evaluation: Artifact,
     export: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     scored: tuple[Artifact, ...] = (),
     contamination: Artifact | None = None,
 ) -> StageResult:
@@ -129,18 +123,16 @@ def publish(
     `scored` are the scores of the stages zeroshot and lm-eval, by iteration. Those of evaluation
     sets that `contamination` withholds are left out.
     """
-    data = (tokens, tokenizer, index, scored, contamination)
-    key = publish_key(config, trained, evaluation, export, *data)
+    inputs = _Inputs(trained, evaluation, export, data, scored, contamination)
+    key = publish_key(config, trained, evaluation, export, data, scored, contamination)
     result = build_publication(
         config,
         key,
         trained.directory,
-        lambda: run_facts(config, trained.directory.name, tokens, index),
-        lambda tracking, run_id: _send(
-            config, tracking, run_id, _Inputs(trained, evaluation, export, *data)
-        ),
+        lambda: run_facts(config, trained.directory.name, data),
+        lambda tracking, run_id: _send(config, tracking, run_id, inputs),
     )
-    tracking, datasets = Tracking.of(config), split_datasets(config, tokens, index)
+    tracking, datasets = Tracking.of(config), split_datasets(config, data)
     if tracking.keeps_answers:  # the scores are there, which the next run then knows without mlflow
         with suppress(*STORE_ERRORS):
             for row in read_evaluation(evaluation)["checkpoints"]:
@@ -155,7 +147,7 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
     from tasks._run_history import RunHistory
 
     trained, evaluation, export = inputs.trained, inputs.evaluation, inputs.export
-    tokens, contamination = inputs.tokens, inputs.contamination
+    tokens, contamination = inputs.data.tokens, inputs.contamination
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
     pictures = [
         *plot_run(RunHistory(trained.directory / EVENTS_FILE), scratch, config.name),
@@ -165,7 +157,7 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
     page = write_report(scratch / REPORT, trained.directory, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
-    datasets = split_datasets(config, tokens, inputs.index)
+    datasets = split_datasets(config, inputs.data)
     _log_evaluation(config, tracking, run_id, inputs, datasets)
     counts = evaluation.counts
     return publish_model(
@@ -188,7 +180,7 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
         },
         datasets=datasets,
         measurement=Measurement.of(
-            "test_ppl", counts["test_ppl"], measured_data(config, tokens, inputs.tokenizer)
+            "test_ppl", counts["test_ppl"], measured_data(config, tokens, inputs.data.tokenizer)
         ),
         force_alias=config.tracking.force_alias,
         pictures=pictures,
@@ -203,7 +195,7 @@ def _report_facts(config: RunConfig, run_id: str, inputs: _Inputs) -> "ReportFac
     contamination, scored = inputs.contamination, inputs.scored
     hidden = withheld(config, contamination)
     searches = () if contamination is None else (contamination,)
-    data = (inputs.tokenizer, inputs.tokens, inputs.index)
+    data = (inputs.data.tokenizer, inputs.data.tokens, inputs.data.index)
     outputs = (inputs.trained, inputs.evaluation, inputs.export)
     return ReportFacts(
         config=config,

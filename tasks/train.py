@@ -37,6 +37,7 @@ from tasks._resume import (
 from tasks._retry import counted_failures, may_retry, wait_to_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
+    RunData,
     consumed_samples,
     epochs_of,
     index_key,
@@ -93,15 +94,13 @@ def check_pretrained(config: RunConfig) -> None:
     check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size), extends=True)
 
 
-def train_key(
-    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> StageKey:
+def train_key(config: RunConfig, data: RunData[Artifact]) -> StageKey:
     """Return the key of the run up to train_iters.
 
     It contains the sample ranges that the run skips, which bad batches it skips, and the later
     weights of its blend.
     """
-    run = run_key(config, tokens, tokenizer)
+    run = run_key(config, data.tokens, data.tokenizer)
     train = config.train
     skipped = [[each.start, each.stop - 1] for each in train.skipped_ranges]
     steps = read_steps(config, consumed_samples(config))
@@ -133,14 +132,12 @@ def planned_order(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> i
     return planned_before(config, directory)
 
 
-def training_problem(
-    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> str | None:
+def training_problem(config: RunConfig, data: RunData[Artifact]) -> str | None:
     """Return in one clause why the run must be trained (further); None if it is complete."""
     from megacore.checkpoint.format import verify
 
-    directory = run_directory(config, tokens, tokenizer)
-    key, target = train_key(config, tokens, tokenizer, index), config.train.train_iters
+    directory = run_directory(config, data.tokens, data.tokenizer)
+    key, target = train_key(config, data), config.train.train_iters
     problem = artifact_problem(key, config, directory)
     if problem:
         ended = _ended_at(directory)
@@ -167,30 +164,32 @@ def _ended_at(directory: Path) -> int | None:
     train_key,
     check=training_problem,
     retry_condition=may_retry(
-        lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"])
+        lambda inputs: run_directory(
+            inputs["config"], inputs["data"].tokens, inputs["data"].tokenizer
+        )
     ),
 )
-def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
+def train(config: RunConfig, data: RunData[Artifact]) -> StageResult:
     """Train to `train.train_iters`; a retry resumes from the last complete checkpoint.
 
     It is retried when ranks were lost, a signal stopped them, or a disk or file server failed for a
     cause that may pass: `launch.retries` times without a new checkpoint.
     """
-    directory = run_directory(config, tokens, tokenizer)
-    key = train_key(config, tokens, tokenizer, index)
+    directory = run_directory(config, data.tokens, data.tokenizer)
+    key = train_key(config, data)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
     counted = counted_failures(directory, str(task_run.id), config.launch)
     with counted, held as descriptor:
-        ran = training_problem(config, tokens, tokenizer, index) is not None
+        ran = training_problem(config, data) is not None
         if ran:
             wait_to_retry(directory, str(task_run.id), config.launch)
             _refuse_to_shorten(config, directory)
-            _refuse_other_order(config, directory, tokens, index)
+            _refuse_other_order(config, directory, data)
             warn_of_other_data(config, directory)
             with devices(config.launch, trains=True):
-                _run(config, key, directory, tokens, tokenizer, index, descriptor)
+                _run(config, key, directory, data, descriptor)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
 
@@ -206,16 +205,14 @@ def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
             )
 
 
-def _refuse_other_order(
-    config: RunConfig, directory: Path, tokens: Artifact, index: Artifact
-) -> None:
+def _refuse_other_order(config: RunConfig, directory: Path, data: RunData[Artifact]) -> None:
     """Refuse maps that were planned before another flow run began the run with its own order."""
     planned = planned_before(config, directory)
-    if planned is not None and index_key(config, tokens, planned).key != index.key:
+    if planned is not None and index_key(config, data.tokens, planned).key != data.index.key:
         raise WorkspaceError(
             f"{directory} has a checkpoint whose order of samples was planned for {planned} "
-            f"samples, and {index.path} has another order, because its maps were planned before "
-            "another flow run wrote that checkpoint: start this run again"
+            f"samples, and {data.index.path} has another order, because its maps were planned "
+            "before another flow run wrote that checkpoint: start this run again"
         )
 
 
@@ -223,9 +220,7 @@ def _run(
     config: RunConfig,
     key: StageKey,
     directory: Path,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     held: int,
 ) -> None:
     """Train and seal the run.
@@ -236,17 +231,17 @@ def _run(
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory)
     job = TrainJob(
-        **make_job(config, directory, tokens, tokenizer, index).model_dump(),
+        **make_job(config, directory, data).model_dump(),
         planned_samples=_planned_samples(config, directory),
     )
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
-    _require_checkpoint_space(config, directory, tokenizer.counts["vocab_size"])
-    facts = run_facts(config, directory.name, tokens, index)
+    _require_checkpoint_space(config, directory, data.tokenizer.counts["vocab_size"])
+    facts = run_facts(config, directory.name, data)
     with watched(job, facts, config.train.train_iters) as poll:
         stages.train(job, poll, [held])
     remove_stale(directory / CHECKPOINTS_NAME)
-    counts = training_counts(directory, config, index)
+    counts = training_counts(directory, config, data.index)
     seal(directory, key, counts, time.monotonic() - started, SEALED)
 
 
@@ -293,22 +288,18 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path) -> None:
         )
 
 
-def run_facts(config: RunConfig, key: str, tokens: Artifact, index: Artifact) -> RunFacts:
+def run_facts(config: RunConfig, key: str, data: RunData[Artifact]) -> RunFacts:
     """Return the facts that MLflow records in addition to the configuration."""
-    datasets = split_datasets(config, tokens, index)
-    epochs = epochs_of(config, index)
     return RunFacts(
         key=key,
-        datasets=datasets,
+        datasets=split_datasets(config, data),
         tags={"megacore.conf": config.name},
-        epochs=epochs,
-        metrics=curation_metrics(tokens) if config.data.curate else {},
+        epochs=epochs_of(config, data.index),
+        metrics=curation_metrics(data.tokens) if config.data.curate else {},
     )
 
 
-def make_job(
-    config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> Job:
+def make_job(config: RunConfig, directory: Path, data: RunData[Artifact]) -> Job:
     """Build the fields of the job of this run's next attempt, on the hosts that take part now.
 
     Raises ParallelLayoutError, and LaunchError when too few hosts of an elastic run answer.
@@ -317,21 +308,17 @@ def make_job(
     from megacore.cluster.hosts.hardware import hardware_of
     from megacore.plan.preflight import resolve_launch
 
-    vocab_size = tokenizer.counts["vocab_size"]
+    vocab_size = data.tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
     ranks, threads = resolve_launch(config, hardware_of(config.launch), vocab_size, hosts=hosts)
-    job = job_of(
-        config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts
-    )
+    job = job_of(config, directory, data, ranks=ranks, threads=threads, hosts=hosts)
     return job.model_copy(update={"precision": precision_of(config)})
 
 
 def job_of(
     config: RunConfig,
     directory: Path,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    data: RunData[Artifact],
     *,
     ranks: int,
     threads: int,
@@ -344,11 +331,11 @@ def job_of(
     """
     return Job(
         config=config,
-        token_prefixes=token_prefixes(tokens.directory),
-        index_directory=index.path,
-        tokenizer_directory=tokenizer.path,
-        vocab_size=tokenizer.counts["vocab_size"],
-        special_tokens=_special_tokens(config, tokenizer),
+        token_prefixes=token_prefixes(data.tokens.directory),
+        index_directory=data.index.path,
+        tokenizer_directory=data.tokenizer.path,
+        vocab_size=data.tokenizer.counts["vocab_size"],
+        special_tokens=_special_tokens(config, data.tokenizer),
         run_directory=str(directory),
         exit_directory=str(directory / "exit"),
         ranks=ranks,
@@ -397,26 +384,22 @@ def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict
     }
 
 
-def open_finished_training(
-    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> Artifact | None:
+def open_finished_training(config: RunConfig, data: RunData[Artifact]) -> Artifact | None:
     """Return the training that `pretrain` has finished for this configuration, or None."""
-    if training_problem(config, tokens, tokenizer, index):
+    if training_problem(config, data):
         return None
-    return open_artifact(run_directory(config, tokens, tokenizer))
+    return open_artifact(run_directory(config, data.tokens, data.tokenizer))
 
 
-def finished_training(
-    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> Artifact:
+def finished_training(config: RunConfig, data: RunData[Artifact]) -> Artifact:
     """Return the training that `pretrain` has finished for this configuration.
 
     Raises ConfigError when there is none.
     """
-    problem = training_problem(config, tokens, tokenizer, index)
+    problem = training_problem(config, data)
     if problem:
         raise ConfigError(
             f"{config.name} has no finished training here ({problem}): run pretrain/{config.name} "
             "first"
         )
-    return open_artifact(run_directory(config, tokens, tokenizer))
+    return open_artifact(run_directory(config, data.tokens, data.tokenizer))

@@ -29,6 +29,7 @@ from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
 from tasks._mlflow_events import Forwarder
 from tasks._stage_runner import StageRunner
 from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
+from tasks.index import RunData
 from tasks.train import precision_of, run_facts
 
 VERSION = 3
@@ -69,8 +70,7 @@ class ScoredRun:
     directory: Path
     finished: bool
     """False while the training runs, and after it was stopped."""
-    tokens: Artifact
-    index: Artifact
+    data: RunData[Artifact]
     hidden: frozenset[str] = frozenset()
     """Evaluation sets whose scores are not published, because they are contaminated."""
 
@@ -115,7 +115,6 @@ def zeroshot(
     pipeline: StageRunner[RunConfig],
     checkpoints: Sequence[Target],
     best: str,
-    tokenizer: Artifact,
     run: ScoredRun,
 ) -> tuple[Artifact, ...]:
     """Score the kept checkpoints, or only the best, on the texts of `evaluate.zero_shot`.
@@ -124,7 +123,7 @@ def zeroshot(
     """
     zero_shot = pipeline.config.evaluate.zero_shot
     results = [
-        pipeline.checkpoint_stage(zeroshot_checkpoint, target.name, tokenizer, target, run)
+        pipeline.checkpoint_stage(zeroshot_checkpoint, target.name, run.data.tokenizer, target, run)
         for target in checkpoints
         if zero_shot.requested and (zero_shot.checkpoints == "all" or target.name == best)
     ]
@@ -223,7 +222,7 @@ def log_to_run(
 
 def _flushed(tracking: Tracking, config: RunConfig, run: ScoredRun) -> str:
     """Return the id of a finished training's MLflow run, after it has all events."""
-    facts = run_facts(config, run.directory.name, run.tokens, run.index)
+    facts = run_facts(config, run.directory.name, run.data)
     return Forwarder(tracking, run.directory, config, facts).flush()
 
 

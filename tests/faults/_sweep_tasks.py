@@ -227,12 +227,14 @@ def _prepare_run(inputs: Path) -> None:
     assert Tracking(Workspace(inputs / "start"), "test").client.search_experiments()
 
 
-def _data_of(inputs: Path) -> tuple[Artifact, Artifact, Artifact]:
+def _data_of(inputs: Path) -> Any:
     """Return tokens, tokenizer and index maps."""
+    from tasks.index import RunData
+
     tokens, tokenizer, index = (
         open_artifact(inputs / name) for name in ("tokens", "tokenizer", "index")
     )
-    return tokens, tokenizer, index
+    return RunData(tokens, tokenizer, index)
 
 
 def _evaluate(inputs: Path, place: Path) -> None:
@@ -247,12 +249,12 @@ def _evaluate(inputs: Path, place: Path) -> None:
     _begin(place)
     stages.evaluate = run_ranks
     config, run = _with(), place / "runs" / RUN
-    tokens, tokenizer, index = _data_of(inputs)
+    data = _data_of(inputs)
     with module.kept_checkpoints(run) as kept:
         targets = (*kept, module.Target(UNIGRAM))
-        with module.Scoring(config, run, targets, tokens, tokenizer, index) as scoring:
+        with module.Scoring(config, run, targets, data) as scoring:
             rows = [
-                module.evaluate_checkpoint.fn(config, index, target, scoring).artifact
+                module.evaluate_checkpoint.fn(config, data.index, target, scoring).artifact
                 for target in targets
             ]
     module.evaluate.fn(config, open_artifact(run), rows[-1], tuple(rows[:-1]))
@@ -272,8 +274,7 @@ def _here(run_rank: Callable[[Any], None]) -> Callable[..., dict[str, Any]]:
 def _scored_run(inputs: Path, place: Path) -> Any:
     from tasks.zeroshot import ScoredRun
 
-    tokens, _, index = _data_of(inputs)
-    return ScoredRun(place / "runs" / RUN, True, tokens, index)
+    return ScoredRun(place / "runs" / RUN, True, _data_of(inputs))
 
 
 def _zeroshot(inputs: Path, place: Path) -> None:
@@ -351,7 +352,7 @@ def _report(inputs: Path, place: Path) -> None:
     evaluation, export = (open_artifact(inputs / name) for name in ("evaluation", "export"))
 
     def fill(directory: Path) -> dict[str, Any]:
-        artifacts = publish._Inputs(run, evaluation, export, *_data_of(inputs), (), None)
+        artifacts = publish._Inputs(run, evaluation, export, _data_of(inputs), (), None)
         sent = publish._send(config, None, "run", artifacts)
         (directory / "sent.json").write_text(json.dumps(sent), encoding="utf-8")
         return {}

@@ -39,6 +39,6 @@ def test_no_checkpoint_is_deleted_before_the_best_one_is_converted(
     pipeline: Any = SimpleNamespace(stage=stage)
     trained: Any = SimpleNamespace(directory=tmp_path)
     with pytest.raises(_ConvertedError):
-        export.publication_stages(pipeline, trained)
+        export.publication_stages(pipeline, trained, data=None)  # type: ignore[arg-type]
     apply_retention(checkpoints, keep_last=1, keep_best=False)
     assert len(complete_checkpoints(checkpoints)) == 1

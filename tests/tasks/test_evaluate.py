@@ -23,6 +23,7 @@ from tasks._checkpoint_models import log_perplexities
 from tasks._mlflow import Dataset, RunFacts, Tracking, log_datasets, recorded_run_id
 from tasks._mlflow_events import Forwarder
 from tasks.evaluate import Scoring, Target, kept_checkpoints, score_key, unless_deleted
+from tasks.index import RunData
 from tests.tasks.events import EventLog
 
 DATASETS = {
@@ -73,7 +74,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
     return ranks
 
 
-def make_job(config: RunConfig, directory: Path, *data: Artifact) -> EvaluateJob:
+def make_job(config: RunConfig, directory: Path, data: RunData[Artifact]) -> EvaluateJob:
     return EvaluateJob(
         config=config,
         token_prefixes=(),
@@ -104,8 +105,8 @@ def save(run_directory: Path, iteration: int) -> None:
 
 
 def scoring_of(config: RunConfig, run_directory: Path, targets: tuple[Target, ...]) -> Scoring:
-    data = (artifact("tokenize"), artifact("tokenizer"), artifact("index"))
-    return Scoring(config, run_directory, targets, *data)
+    data = RunData(artifact("tokenize"), artifact("tokenizer"), artifact("index"))
+    return Scoring(config, run_directory, targets, data)
 
 
 def test_key_is_that_of_the_checkpoint_and_not_of_the_training(

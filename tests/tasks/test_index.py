@@ -25,6 +25,7 @@ from tasks._resume import planned_before
 from tasks.contamination import contamination_key
 from tasks.evaluate import Target, score_key
 from tasks.index import (
+    RunData,
     build_index,
     consumed_samples,
     epochs_summary,
@@ -259,6 +260,10 @@ class Workplace:
         assert preflight._index_key(run, self.tokens, self.tokens).key == index.key
         return index
 
+    def data(self, index: Artifact) -> RunData[Artifact]:
+        """Return the inputs of the training with these maps."""
+        return RunData(self.tokens, self.tokens, index)
+
     def save(self, run: RunConfig, iteration: int, **state: Any) -> Path:
         """Write a checkpoint of the run, by default as a training would."""
         state = state or {PLANNED_KEY: train._planned_samples(run, self.directory)}
@@ -365,10 +370,10 @@ def test_extended_run_says_where_its_training_ended(workplace: Workplace) -> Non
     )
 
     def problem(run: RunConfig) -> str | None:
-        return train.training_problem(run, workplace.tokens, workplace.tokens, index)
+        return train.training_problem(run, workplace.data(index))
 
     index = workplace.index(first)
-    key = train.train_key(first, workplace.tokens, workplace.tokens, index)
+    key = train.train_key(first, workplace.data(index))
     counts = train.training_counts(workplace.directory, first, index)
     seal(workplace.directory, key, counts, 1.0, train.SEALED)
     assert problem(first) is None
@@ -395,13 +400,12 @@ def test_checkpoint_of_another_flow_run_with_another_order_is_refused(
         config("gpt2-tiny", **VALUES, train__train_iters=iterations) for iterations in (10, 40)
     )
     short, index = workplace.index(first), workplace.index(longer)
-    arguments = workplace.directory, workplace.tokens
-    train._refuse_other_order(longer, *arguments, index)
+    train._refuse_other_order(longer, workplace.directory, workplace.data(index))
     workplace.save(first, 5)
     with pytest.raises(WorkspaceError, match=r"planned for 20 samples.*start this run again"):
-        train.train.fn(longer, workplace.tokens, workplace.tokens, index)
-    train._refuse_other_order(first, *arguments, short)
-    train._refuse_other_order(longer, *arguments, workplace.index(longer))
+        train.train.fn(longer, workplace.data(index))
+    train._refuse_other_order(first, workplace.directory, workplace.data(short))
+    train._refuse_other_order(longer, workplace.directory, workplace.data(workplace.index(longer)))
 
 
 def test_data_is_prepared_without_the_checkpoint_that_the_run_begins_with(tmp_path: Path) -> None:

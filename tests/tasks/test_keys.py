@@ -28,7 +28,7 @@ from tasks.evaluate import Target, score_key
 from tasks.find_batch_size import find_batch_size_key
 from tasks.finetune import finetune_key
 from tasks.finetune_data import dataset_key, examples_key, pretrained_key
-from tasks.index import index_key
+from tasks.index import RunData, index_key
 from tasks.lm_eval import lm_eval_key
 from tasks.publish import publish_key
 from tasks.push import push_key
@@ -124,7 +124,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
         artifact("index"),
     )
     trained, evaluation = artifact("train"), artifact("evaluate", best="iter_0000001")
-    data = (tokens, tokenizer, index)
+    data = RunData(tokens, tokenizer, index)
     shard = (Segment(str(Path(corpus.path, "a.jsonl")), "text", 0, 100),)
     return {
         "collect": lambda: [collect_key(config, source).key for source in sources],
@@ -139,12 +139,12 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
         "index": lambda: index_key(config, tokens, None),
         "contamination": lambda: contamination_key(config, (artifact("search"),), tokens, index),
         "run": lambda: run_key(config, tokens, tokenizer),
-        "train": lambda: train_key(config, *data),
+        "train": lambda: train_key(config, data),
         "evaluate": lambda: score_key(config, index, CHECKPOINT),
         "zeroshot": lambda: zeroshot_key(config, tokenizer, CHECKPOINT),
-        "convert": lambda: convert_key(config, trained, evaluation, *data),
+        "convert": lambda: convert_key(config, trained, evaluation, data),
         "lm-eval": lambda: lm_eval_key(config, artifact("convert")),
-        "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), *data),
+        "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), data),
         "push": lambda: push_key(config, trained, artifact("convert"), artifact("publish")),
     }
 

@@ -14,6 +14,7 @@ from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import CheckpointError, ConfigError
 from tasks.convert import convert_key
+from tasks.index import RunData
 from tasks.preflight import check_machine
 from tasks.train import check_pretrained, job_of, run_key
 from tests.tasks.conftest import make_config
@@ -63,7 +64,9 @@ def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section:
     tokens = tokens_at(tmp_path)
 
     def tokens_of(config: RunConfig) -> SpecialTokens:
-        job = job_of(config, tmp_path / "run", tokens, tokenizer, INPUT, ranks=1, threads=1)
+        job = job_of(
+            config, tmp_path / "run", RunData(tokens, tokenizer, INPUT), ranks=1, threads=1
+        )
         return job.special_tokens
 
     assert tokens_of(config) == special
@@ -80,7 +83,7 @@ def test_an_export_runs_again_only_if_it_names_a_begin_or_further_ends(tmp_path:
     def parameters(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
         write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<e>", **settings})
         tokenizer = tokens.model_copy(update={"counts": counts})
-        return convert_key(config, INPUT, evaluation, tokens, tokenizer, INPUT).parameters
+        return convert_key(config, INPUT, evaluation, RunData(tokens, tokenizer, INPUT)).parameters
 
     vocabulary = {"<b>": 0, "<e>": 1}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<e>"))

@@ -16,10 +16,12 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
 from tasks import _resume, train
 from tasks._resume import check_resumed, warn_of_other_data, warn_of_other_runs
+from tasks.index import RunData
 from tasks.train import run_key, train_key
 from tests.tasks.conftest import make_config
 
 INPUT = Artifact(stage="tokenize", key="ab" * 8, path="somewhere", digest="f" * 64, counts={})
+DATA = RunData(INPUT, INPUT, INPUT)
 
 
 def changed(**sections: dict[str, Any]) -> RunConfig:
@@ -81,12 +83,12 @@ def test_keys_depend_on_the_resumed_checkpoint_and_skipped_samples(tmp_path: Pat
     skipping = changed(train={"skip_samples": ["8-15"]})
     # The same run is extended to another end.
     assert run_key(skipping, INPUT, INPUT) == run_key(plain, INPUT, INPUT)
-    assert train_key(skipping, INPUT, INPUT, INPUT) != train_key(plain, INPUT, INPUT, INPUT)
+    assert train_key(skipping, DATA) != train_key(plain, DATA)
 
 
 def test_key_depends_on_which_bad_batches_are_skipped() -> None:
     def key(**train: Any) -> StageKey:
-        return train_key(changed(train=train), INPUT, INPUT, INPUT)
+        return train_key(changed(train=train), DATA)
 
     assert key() == key(loss_spike_action="stop") == key(loss_spike_factor=4.0)
     assert key() != key(loss_spike_action="skip") != key(nonfinite_action="skip") != key()

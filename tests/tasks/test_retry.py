@@ -39,6 +39,7 @@ from tasks._retry import (
 from tasks.collect import collect
 from tasks.evaluate import evaluate
 from tasks.finetune import finetune
+from tasks.index import RunData
 from tasks.train import train
 from tests.tasks.conftest import make_config
 
@@ -59,7 +60,7 @@ class FakeRun:
         launch = config.launch.model_copy(update={"retries": retries})
         self.config = config.model_copy(update={"launch": launch})
         log = SimpleNamespace(warning=lambda text, *values: self.warnings.append(text % values))
-        inputs = {"config": self.config, "tokens": None, "tokenizer": None, "index": None}
+        inputs = {"config": self.config, "data": RunData(None, None, None)}
         monkeypatch.setattr(_retry, "get_run_logger", lambda: log)
         monkeypatch.setattr(_retry, "newest_iteration", lambda directory: self.newest)
         self.task, self.task_run = SimpleNamespace(), SimpleNamespace()
@@ -314,13 +315,13 @@ def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
         fail()
         yield 3
 
-    inputs = [run.config, *[None] * (3 if module == "train" else 2)]
+    inputs = [RunData(None, None, None)] if module == "train" else [None, None]
     for number, name in enumerate(calls, start=1):
         run.task_run.run_count = number
         with monkeypatch.context() as patch:
             patch.setattr(f"tasks.{module}.{name}", failing_lock if name == "lock" else fail)
             with pytest.raises(TransientFileError, match="Stale file handle"):
-                task.fn(*inputs)
+                task.fn(run.config, *inputs)
         assert Failures.read(run.directory, "None").count == number, name
 
 

@@ -16,7 +16,7 @@ from megacore.jobs.run import ConvertJob, EvaluateJob, TrainJob
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.train.state import TrainState
 from tasks import train
-from tasks.index import requested_samples
+from tasks.index import RunData, requested_samples
 from tasks.preflight import planned_epochs
 from tasks.train import job_of, make_job, precision_of, training_counts
 from tests.data._files import write_tokens
@@ -95,14 +95,14 @@ def test_vocabulary_that_ranks_cannot_divide_is_refused(
         Hardware, "detect", classmethod(lambda cls: Hardware(cores=4, memory=2**33))
     )
     config = tensor_parallel_config()
-    inputs = (
+    inputs = RunData(
         artifact(tmp_path),
         artifact(tmp_path, vocab_size=510, special_tokens={"eod": 0}),
         artifact(tmp_path),
     )
-    job = make_job(config, tmp_path, *inputs)
+    job = make_job(config, tmp_path, inputs)
     assert (job.ranks, job.precision) == (2, "fp32")
-    odd = (
+    odd = RunData(
         artifact(tmp_path),
         artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0}),
         artifact(tmp_path),
@@ -110,7 +110,7 @@ def test_vocabulary_that_ranks_cannot_divide_is_refused(
     with pytest.raises(
         ParallelLayoutError, match="padded vocabulary of 511 entries is not a multiple"
     ):
-        make_job(config, tmp_path, *odd)
+        make_job(config, tmp_path, odd)
 
 
 def test_job_of_one_rank_ignores_the_layout(tmp_path: Path) -> None:
@@ -118,9 +118,7 @@ def test_job_of_one_rank_ignores_the_layout(tmp_path: Path) -> None:
     job = job_of(
         tensor_parallel_config(),
         tmp_path,
-        artifact(tmp_path),
-        tokenizer,
-        artifact(tmp_path),
+        RunData(artifact(tmp_path), tokenizer, artifact(tmp_path)),
         ranks=1,
         threads=3,
     )
