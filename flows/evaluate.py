@@ -10,7 +10,13 @@ from megacore.config import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._stage_runner import StageRunner, run_name, sentence_state
 from tasks.contamination import contamination_summary, withheld
-from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
+from tasks.evaluate import (
+    best_row,
+    evaluation_summary,
+    kept_checkpoints,
+    read_scores,
+    score_checkpoints,
+)
 from tasks.evaluate import evaluate as report_scores
 from tasks.index import RunData
 from tasks.preflight import load_checked_config
@@ -30,7 +36,7 @@ def score_stages(
     with kept_checkpoints(directory) as kept:
         scores = score_checkpoints(pipeline, directory, kept, data)
         evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
-        report = scores.report()
+        report = read_scores(scores.unigram, scores.rows)
         pipeline.summary = evaluation_summary(report)
         run = ScoredRun(directory, trained is not None, data, hidden)
         best = best_row(report)["checkpoint"]

@@ -64,7 +64,7 @@ def ensure_checkpoint_model(
         )
     elif any(model.tags.get(name) != value for name, value in tags.items()):
         client.set_logged_model_tags(model.model_id, tags)
-    _link(tracking, run_id, model.model_id, iteration)
+    link_model(tracking, run_id, model.model_id, iteration)
     log_model_metrics(
         tracking,
         run_id,
@@ -172,7 +172,9 @@ def log_losses_by_position(
                     Metric(name, value, timestamp_ms, step)
                     for name, value in position_metrics(prefix, row[f"{split}_by_position"]).items()
                 ]
-                if metrics and not _has_metric(tracking, run_id, metrics[0]):
+                if metrics and not logged_point(
+                    tracking, run_id, metrics[0].key, metrics[0].value, step
+                ):
                     tracking.client.log_batch(run_id, metrics=metrics)
 
 
@@ -186,12 +188,15 @@ def position_metrics(prefix: str, rows: Iterable[Mapping[str, Any]]) -> dict[str
     }
 
 
-def _has_metric(tracking: Tracking, run_id: str, metric: "Metric") -> bool:
-    """Return True if the newest value of a metric at its step is this one."""
-    history = tracking.client.get_metric_history(run_id, metric.key)
-    values = [each for each in history if each.step == metric.step]
-    newest = max(values, key=lambda each: each.timestamp, default=None)
-    return newest is not None and math.isclose(newest.value, metric.value, rel_tol=PPL_TOLERANCE)
+def logged_point(
+    tracking: Tracking, run_id: str, name: str, value: float, step: int
+) -> "Metric | None":
+    """Return the newest point of a run's metric at a step if it agrees with `value`, or None."""
+    history = tracking.client.get_metric_history(run_id, name)
+    points = [point for point in history if point.step == step]
+    newest = max(points, key=lambda point: point.timestamp, default=None)
+    agrees = newest is not None and math.isclose(value, newest.value, rel_tol=PPL_TOLERANCE)
+    return newest if agrees else None
 
 
 def log_scores(
@@ -235,7 +240,7 @@ def log_model_metrics(
     """
     from mlflow.entities import Metric
 
-    logged = _newest(model)
+    logged = newest_metrics(model)
     values = [
         Metric(
             name,
@@ -264,7 +269,7 @@ def _reference(dataset: Dataset | None) -> dict[str, str]:
     return {"dataset_name": dataset.name, "dataset_digest": dataset.recorded_digest}
 
 
-def _newest(model: "LoggedModel | None") -> "dict[str, Metric]":
+def newest_metrics(model: "LoggedModel | None") -> "dict[str, Metric]":
     """Return the newest measurement of each metric of a model."""
     metrics = (model.metrics or []) if model is not None else []
     return {metric.key: metric for metric in sorted(metrics, key=lambda metric: metric.timestamp)}
@@ -280,7 +285,7 @@ def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | Non
     return models[0] if models else None
 
 
-def _link(tracking: Tracking, run_id: str, model_id: str, step: int) -> None:
+def link_model(tracking: Tracking, run_id: str, model_id: str, step: int) -> None:
     """List the model among the run's outputs, once: MLflow would show a second link again."""
     from mlflow.entities import LoggedModelOutput
 

@@ -8,7 +8,6 @@ other model.
 
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
@@ -25,9 +24,8 @@ from megacore.artifact.files import canonical_json, read_object
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.errors import ConversionError
-from megacore.observe.logging import PPL_TOLERANCE
 from tasks._aliases import Measurement, move_aliases
-from tasks._checkpoint_models import Datasets, log_model_metrics
+from tasks._checkpoint_models import Datasets, link_model, log_model_metrics, logged_point
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
@@ -149,23 +147,15 @@ def _log_metrics(
     """
     now = round(1000 * time.time())
     for name, value in metrics.items():
-        points = [
-            point
-            for point in tracking.client.get_metric_history(run_id, name)
-            if point.step == iteration
-        ]
-        newest = max(points, key=lambda point: point.timestamp, default=None)
-        timestamp = now
-        if newest is not None and math.isclose(value, newest.value, rel_tol=PPL_TOLERANCE):
-            value, timestamp = newest.value, newest.timestamp
+        point = logged_point(tracking, run_id, name, value, iteration)
         log_model_metrics(
             tracking,
             run_id,
             model,
-            {name: value},
+            {name: point.value if point else value},
             datasets=datasets,
             step=iteration,
-            timestamp_ms=timestamp,
+            timestamp_ms=point.timestamp if point else now,
         )
 
 
@@ -247,8 +237,6 @@ def _ensure_model(
 
     An interrupted upload is repeated; the card of a complete upload is replaced.
     """
-    from mlflow.entities import LoggedModelOutput
-
     model = _find_model(tracking, run_id, tags) or tracking.client.create_logged_model(
         tracking.experiment_of(run_id),
         name=name.replace(".", "-"),
@@ -264,11 +252,7 @@ def _ensure_model(
             )
         return model
     _upload(tracking, model, directory)
-    outputs = tracking.client.get_run(run_id).outputs
-    if model.model_id not in {
-        output.model_id for output in (outputs.model_outputs if outputs else ())
-    }:
-        tracking.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, iteration)])
+    link_model(tracking, run_id, model.model_id, iteration)
     return tracking.client.finalize_logged_model(model.model_id, "READY")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median_high
 from typing import TYPE_CHECKING, Any, Literal
 
 from megacore.cluster.hosts.hardware import hardware_of
@@ -339,8 +340,8 @@ def _gradient_norm(history: RunHistory) -> Chart | None:
         return None
     with _figure(history) as (figure, (axes,)):
         plot_smoothed(axes, norms, "gradient norm", limit=MOST_POINTS)
-        middle = _median(norms.values)
-        if min(norms.values) > 0 and max(norms.values) > _WIDE_RANGE * middle:
+        wide = max(norms.values) > _WIDE_RANGE * median_high(norms.values)
+        if min(norms.values) > 0 and wide:
             set_log_scale(axes, norms.values)
         else:
             axes.set_ylim(0, max(norms.values) * _HEADROOM or 1.0)
@@ -352,7 +353,10 @@ def _throughput(history: RunHistory) -> Chart | None:
 
     curves: list[tuple[Curve, str, Callable[[float], str]]] = [
         (history.curve("tokens_per_second"), "tokens/s", short_count),
-        *((history.curve(name), f"MFU {name_of}", _percent) for name, name_of in MFU_NAMES.items()),
+        *(
+            (history.curve(name), f"MFU {name_of}", lambda share: f"{100 * share:.3g}%")
+            for name, name_of in MFU_NAMES.items()
+        ),
     ]
     panels = [(curve, label, unit) for curve, label, unit in curves if curve.values]
     if not panels:
@@ -524,14 +528,6 @@ def _plot_best(axes: "Axes", curve: Curve, label: str, number: str) -> None:
 def _legend(axes: "Axes", corner: Literal["upper left", "upper right"] = "upper right") -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc=corner, edgecolor="none", framealpha=0.9)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _svg_of(figure: "Figure") -> str:

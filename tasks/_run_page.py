@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.redact import page_address, redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
-from tasks._checkpoint_models import STATE_TAG
+from tasks._checkpoint_models import STATE_TAG, newest_metrics
 from tasks._mlflow import RunFacts, Tracking, page_url
 from tasks._mlflow_events import ATTEMPTS
 from tasks._run_history import RunHistory, end_of
@@ -240,8 +240,7 @@ def _title(name: str) -> str:
 
 def _metrics(model: "LoggedModel") -> dict[str, float]:
     """Return the newest value of each metric of a model."""
-    points = sorted(model.metrics or [], key=lambda metric: metric.timestamp)
-    return {metric.key: metric.value for metric in points}
+    return {name: metric.value for name, metric in newest_metrics(model).items()}
 
 
 def _checkpoint_table(tracking: Tracking, experiment_id: str, run_id: str) -> list[str]:

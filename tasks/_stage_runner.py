@@ -105,7 +105,8 @@ class StageRunner(Generic[Config]):
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; if it fails, the flow fails."""
-        result = self._run(self._row_name(task.name), task, inputs)
+        name = numbered(task.name, self._runs_of(task.name))
+        result = self._record(name, *self._call(task, self.config, inputs))
         assert result is not None, f"{task.name} ended in the state {DELETED}"
         return result.artifact
 
@@ -162,10 +163,8 @@ class StageRunner(Generic[Config]):
         Returns None if the checkpoint was deleted before the stage was done.
         """
         name = f"{task.name} {checkpoint}"
-        return self._run(name, task.with_options(task_run_name=name), inputs)
-
-    def _run(self, name: str, task: Task[..., Any], inputs: tuple[Any, ...]) -> StageResult | None:
-        return self._record(name, *self._call(task, self.config, inputs))
+        named = task.with_options(task_run_name=name)
+        return self._record(name, *self._call(named, self.config, inputs))
 
     def _call(
         self, task: Task[..., Any], config: Config, inputs: tuple[Any, ...]
@@ -196,10 +195,6 @@ class StageRunner(Generic[Config]):
             StageRow(name, "ran" if ran else "cached", seconds, artifact.name, artifact.counts)
         )
         return StageResult(artifact=artifact, ran=ran)
-
-    def _row_name(self, stage: str) -> str:
-        """Return the stage's name, numbered from the second source on."""
-        return numbered(stage, self._runs_of(stage))
 
     def _runs_of(self, stage: str) -> int:
         """Return the number of the stage's rows."""

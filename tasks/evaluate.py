@@ -45,6 +45,8 @@ from tasks.train import make_job
 REPORT = "evaluation.json"
 SCORE = "score.json"
 PERPLEXITIES = ("valid_ppl", "test_ppl")
+_HEAD_LOSSES = ("_sop_loss", "_nsp_loss")
+"""Endings of the losses of BERT's binary head."""
 _DEFINITION = 2
 """Version of the definition of `test_ppl`."""
 _POLL = 0.1
@@ -278,12 +280,9 @@ class Scores:
     """Score of each checkpoint, in the same order."""
     unigram: Artifact
 
-    def report(self) -> dict[str, Any]:
-        """Return `checkpoints` (one row each, by iteration) and `unigram`."""
-        return _report(self.unigram, self.rows)
 
-
-def _report(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
+def read_scores(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
+    """Return the report: `checkpoints`, one row each by iteration, and `unigram`."""
     return {
         "checkpoints": [read_object(row.directory / SCORE) for row in rows],
         "unigram": read_object(unigram.directory / SCORE),
@@ -410,9 +409,17 @@ def evaluate(
     """Write the report on all checkpoints, which names the best by validation loss."""
 
     def fill(directory: Path) -> dict[str, Any]:
-        report = _report(unigram, rows)
+        report = read_scores(unigram, rows)
         write_json(directory / REPORT, report)
-        return _counts(report)
+        best = best_row(report)
+        return {
+            "checkpoints": len(rows),
+            "best": best["checkpoint"],
+            **{name: best[name] for name in ("iteration", *PERPLEXITIES)},
+            "unigram_valid_ppl": report["unigram"]["valid"],
+            "unigram_test_ppl": report["unigram"]["test"],
+            **{name: value for name, value in best.items() if name.endswith(_HEAD_LOSSES)},
+        }
 
     return build(config, evaluate_key(config, trained, unigram, rows), fill)
 
@@ -421,23 +428,6 @@ def best_row(report: dict[str, Any]) -> dict[str, Any]:
     """Return the row of the checkpoint with the lowest validation loss."""
     best: dict[str, Any] = min(report["checkpoints"], key=lambda row: row["valid_loss"])
     return best
-
-
-def _counts(report: dict[str, Any]) -> dict[str, Any]:
-    best, unigram = best_row(report), report["unigram"]
-    sentence_losses = {
-        name: value for name, value in best.items() if name.endswith(("_sop_loss", "_nsp_loss"))
-    }
-    return {
-        "checkpoints": len(report["checkpoints"]),
-        "best": best["checkpoint"],
-        "iteration": best["iteration"],
-        "valid_ppl": best["valid_ppl"],
-        "test_ppl": best["test_ppl"],
-        "unigram_valid_ppl": unigram["valid"],
-        "unigram_test_ppl": unigram["test"],
-        **sentence_losses,
-    }
 
 
 def read_evaluation(artifact: Artifact) -> dict[str, Any]:

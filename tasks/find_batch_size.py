@@ -172,11 +172,6 @@ def counts_of(report: dict[str, Any]) -> dict[str, Any]:
     return {"method": report["method"], "batch": report["batch"], **times}
 
 
-def read_report(artifact: Artifact) -> dict[str, Any]:
-    """Read one method's row, as returned by `compare`."""
-    return read_object(artifact.directory / REPORT)
-
-
 def find_batch_sizes(
     pipeline: StageRunner[FinetuneConfig], pretrained: Artifact, examples: Artifact
 ) -> str:
@@ -186,7 +181,7 @@ def find_batch_sizes(
     """
     methods = pipeline.config.find_batch_size.methods
     stages = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]
-    reports = [read_report(artifact) for artifact in stages]
+    reports = [read_object(artifact.directory / REPORT) for artifact in stages]
     rows = table_rows(reports)
     create_table_artifact(
         rows, key="batch-sizes", description=f"largest micro batches of {pipeline.config.name}"

@@ -152,21 +152,15 @@ def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
     )
 
 
-def read_result(directory: Path) -> dict[str, Any]:
-    """Read the result that the ranks wrote at the end. Raises CheckpointError."""
+def result_counts(directory: Path) -> dict[str, Any]:
+    """Return the counts for the manifest, from the ranks' result. Raises CheckpointError."""
     path = directory / RESULT_FILE
     try:
         result: dict[str, Any] = read_json(path)
-        return result
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({reason_of(error)}): delete {directory} to train again"
         ) from error
-
-
-def result_counts(directory: Path) -> dict[str, Any]:
-    """Return the counts of a fine-tuning for its manifest."""
-    result = read_result(directory)
     names = ("iterations", "epochs", "best", "best_iteration", "metric", "value")
     measured = ("metrics", "test_metrics", "start_metrics")
     return {name: result[name] for name in (*names, *measured)}

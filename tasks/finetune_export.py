@@ -56,16 +56,14 @@ def finetune_export(
             }
         )
         report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
+        plain = {
+            name: value for name, value in report.items() if isinstance(value, (int, float, str))
+        }
         model_bytes = sum(path.stat().st_size for path in (directory / "model").iterdir())
-        return {"best": finetuned.counts["best"], **_plain(report), "model_bytes": model_bytes}
+        return {"best": finetuned.counts["best"], **plain, "model_bytes": model_bytes}
 
     with lock(finetuned.directory, shared=True):
         return build(config, key, fill)
-
-
-def _plain(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers and names of the gate's report."""
-    return {name: value for name, value in report.items() if isinstance(value, (int, float, str))}
 
 
 def _card(config: FinetuneConfig, finetuned: Artifact, examples: Artifact) -> dict[str, str]:

@@ -122,8 +122,8 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
         f"{parameters / 1e6:.1f} M parameters on {ranks} {kind}: {schedule.total_steps} steps, "
         f"at least {_duration(days)}, the time of matrix products at {rate / 1e12:.3g} TFLOP/s"
     )
-    runs_here = launch_is_here(config)
-    if runs_here and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
+    on_cpus = not config.launch.has_scheduler and not hardware.gpus
+    if on_cpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
         raise ConfigError(
             f"{config.name} is sized for GPUs and {hardware.owner} has none: its CPUs would need "
             f"about {_duration(days)} for {schedule.total_steps} steps of {parameters / 1e6:.0f} M "
@@ -131,11 +131,6 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
             "true to start it all the same"
         )
     return cost
-
-
-def launch_is_here(config: FinetuneConfig) -> bool:
-    """Return True if this host does the work, not a host that a scheduler assigns."""
-    return not config.launch.has_scheduler
 
 
 def parameter_count(directory: Path) -> int:

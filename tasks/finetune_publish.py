@@ -132,6 +132,7 @@ def outcome(
     name = counts["metric"]
     before, after = counts["start_metrics"], counts["metrics"]
     tested = counts["test_metrics"] or {}
+    best_epoch = counts["epochs"] * counts["best_iteration"] / counts["iterations"]
     rows = [
         (
             f"| {key} | {before[key]:.4f} | {after[key]:.4f} | "
@@ -151,7 +152,7 @@ def outcome(
         *rows,
         "",
         (
-            f"Best after {_best_epoch(counts):g} of {counts['epochs']:g} epochs, at step "
+            f"Best after {round(best_epoch, 2):g} of {counts['epochs']:g} epochs, at step "
             f"{counts['best_iteration']} of {counts['iterations']}."
         ),
         "",
@@ -175,11 +176,6 @@ def _cell(text: str) -> str:
     """Return a text as one cell of a markdown table."""
     shown = textwrap.shorten(text, _CELL_LENGTH, placeholder=" …")
     return re.sub(r"([\\`*_{}\[\]<>|])", r"\\\1", shown)
-
-
-def _best_epoch(counts: dict[str, Any]) -> float:
-    """Return the number of passes over the training split up to the best model."""
-    return round(float(counts["epochs"] * counts["best_iteration"] / counts["iterations"]), 2)
 
 
 def _initial_model_link(config: FinetuneConfig, parent: Parent) -> str:

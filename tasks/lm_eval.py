@@ -104,25 +104,17 @@ def lm_eval_stages(
     run = ScoredRun(trained.directory, True, data, hidden)
     exports = {exported.counts["checkpoint"]: exported}
     if options.checkpoints == "all":
+        kept = trained.directory / CHECKPOINTS_NAME
+        names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
         converted = {
             name: pipeline.checkpoint_stage(convert, name, trained, evaluation, data, name)
-            for name in checkpoints_to_score(trained, evaluation)
+            for name in [name for name in names if (kept / name / MARKER_NAME).is_file()]
         }
         exports = {name: result.artifact for name, result in converted.items() if result}
     results = [
         pipeline.checkpoint_stage(lm_eval, name, export, run) for name, export in exports.items()
     ]
     return tuple(result.artifact for result in results if result is not None)
-
-
-def checkpoints_to_score(trained: Artifact, evaluation: Artifact) -> list[str]:
-    """Return the names of the evaluated checkpoints that still exist, by iteration."""
-    names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
-    return [
-        name
-        for name in names
-        if (trained.directory / CHECKPOINTS_NAME / name / MARKER_NAME).is_file()
-    ]
 
 
 def lm_eval_summary(scored: Sequence[Artifact], hidden: Iterable[str] = ()) -> str:

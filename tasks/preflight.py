@@ -102,65 +102,58 @@ def check_machine(config: RunConfig) -> str:
 def planned_training(config: RunConfig) -> list[PlannedStage]:
     """Return the stages of `pretrain` for this configuration, up to the training, in order."""
     sources = config.data.sources
-    several = len(sources) > 1
-    corpora = tuple(numbered("collect", number) for number in range(len(sources)))
-    members = tuple(numbered("tokenize", number) for number in range(len(sources)))
-    curated = corpora
-    if config.data.curate:
-        curated = tuple(numbered("curate", number) for number in range(len(sources)))
-    searches = _searches(config)
-    documents = curated
-    if config.evaluate.contamination == "remove":
-        documents = tuple(numbered("decontaminate", number) for number in range(len(sources)))
-    punkt = "punkt" if needs_punkt(config) else None
-    tokens = "blend" if several else members[0]
-    data = RunData(tokens, "tokenizer", "index")
-    return [
-        *(
-            PlannedStage(name, partial(collect_key, source=source))
-            for name, source in zip(corpora, sources, strict=True)
-        ),
-        *(
-            PlannedStage(
-                name,
-                curate_key,
-                (corpus, curated[: number if compares_sources(config.data.curate) else 0]),
-            )
-            for number, (name, corpus) in enumerate(zip(curated, corpora, strict=True))
-            if config.data.curate
-        ),
-        *(
-            PlannedStage(name, search_key, (corpus,))
-            for name, corpus in zip(searches, curated, strict=bool(searches))
-        ),
-        *(
-            PlannedStage(name, partial(decontaminate_key, number=number), (corpus, searches))
-            for number, (name, corpus) in enumerate(zip(documents, curated, strict=True))
-            if name != corpus
-        ),
-        PlannedStage("tokenizer", tokenizer_key, (documents,)),
-        *([PlannedStage("punkt", punkt_key)] if punkt else []),
-        *(
-            PlannedStage(name, tokenize_key, (corpus, "tokenizer", punkt))
-            for name, corpus in zip(members, documents, strict=True)
-        ),
-        *([PlannedStage("blend", blend_key, (members,))] if several else []),
-        PlannedStage("index", _index_key, (tokens, "tokenizer")),
-        *(
-            [PlannedStage("contamination", contamination_key, (searches, tokens, "index"))]
-            if searches
-            else []
-        ),
-        PlannedStage(
-            "train", train_key, (data,), problem=training_problem, directory=_run_directory
-        ),
+
+    def names(stage: str) -> tuple[str, ...]:
+        return tuple(numbered(stage, number) for number in range(len(sources)))
+
+    corpora = names("collect")
+    planned = [
+        PlannedStage(name, partial(collect_key, source=source))
+        for name, source in zip(corpora, sources, strict=True)
     ]
+    if config.data.curate:
+        curated, across = names("curate"), compares_sources(config.data.curate)
+        planned += [
+            PlannedStage(name, curate_key, (corpus, curated[: number if across else 0]))
+            for number, (name, corpus) in enumerate(zip(curated, corpora, strict=True))
+        ]
+        corpora = curated
+    searches = names("search") if config.evaluate.contamination else ()
+    planned += [
+        PlannedStage(name, search_key, (corpus,))
+        for name, corpus in zip(searches, corpora, strict=bool(searches))
+    ]
+    if config.evaluate.contamination == "remove":
+        cleaned = names("decontaminate")
+        planned += [
+            PlannedStage(name, partial(decontaminate_key, number=number), (corpus, searches))
+            for number, (name, corpus) in enumerate(zip(cleaned, corpora, strict=True))
+        ]
+        corpora = cleaned
+    planned.append(PlannedStage("tokenizer", tokenizer_key, (corpora,)))
+    punkt = "punkt" if needs_punkt(config) else None
+    if punkt:
+        planned.append(PlannedStage(punkt, punkt_key))
+    members, data = names("tokenize"), _planned_data(config)
+    planned += [
+        PlannedStage(name, tokenize_key, (corpus, "tokenizer", punkt))
+        for name, corpus in zip(members, corpora, strict=True)
+    ]
+    if data.tokens == "blend":
+        planned.append(PlannedStage("blend", blend_key, (members,)))
+    planned.append(PlannedStage("index", _index_key, (data.tokens, "tokenizer")))
+    if searches:
+        inputs = (searches, data.tokens, "index")
+        planned.append(PlannedStage("contamination", contamination_key, inputs))
+    train_stage = PlannedStage(
+        "train", train_key, (data,), problem=training_problem, directory=_run_directory
+    )
+    return [*planned, train_stage]
 
 
-def _searches(config: RunConfig) -> tuple[str, ...]:
-    if config.evaluate.contamination is None:
-        return ()
-    return tuple(numbered("search", number) for number in range(len(config.data.sources)))
+def _planned_data(config: RunConfig) -> RunData[str]:
+    tokens = "blend" if len(config.data.sources) > 1 else "tokenize"
+    return RunData(tokens, "tokenizer", "index")
 
 
 def planned_publication(config: RunConfig, trained: Artifact | None) -> list[PlannedStage]:
@@ -169,9 +162,10 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
     The checkpoints are known when the training is finished (`trained`). Before that, one row of
     each kind stands for all of them.
     """
-    tokens = "blend" if len(config.data.sources) > 1 else "tokenize"
-    data = RunData(tokens, "tokenizer", "index")
-    kept = () if trained is None else _kept(trained)
+    data, kept = _planned_data(config), tuple[Target, ...]()
+    if trained is not None:
+        with kept_checkpoints(trained.directory) as kept:
+            pass  # only their names and digests are needed
     models = (*kept, Target(UNIGRAM))
     scores = tuple(f"evaluate {target.name}" for target in models)
     zero_shot = _planned_zero_shot(config, kept)
@@ -192,17 +186,12 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
             (
                 *("train", "evaluate", "convert", data),
                 tuple(planned.name for planned in scored),
-                "contamination" if _searches(config) else None,
+                "contamination" if config.evaluate.contamination else None,
             ),
             problem=publication_problem,
         ),
         *planned_push(config.export, "train", "convert", "publish"),
     ]
-
-
-def _kept(trained: Artifact) -> tuple[Target, ...]:
-    with kept_checkpoints(trained.directory) as kept:
-        return kept
 
 
 def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[PlannedStage]:
@@ -340,7 +329,7 @@ def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> lis
 
     If its inputs do not exist yet, the run's key is `<key>`.
     """
-    tokens = artifacts.get("blend" if len(config.data.sources) > 1 else "tokenize")
+    tokens = artifacts.get(_planned_data(config).tokens)
     directory = Workspace.of().folder("train") / "<key>"
     if tokens is not None and "tokenizer" in artifacts:
         directory = run_directory(config, tokens, artifacts["tokenizer"])

@@ -206,7 +206,16 @@ def log_to_run(
     Raises TrackingError.
     """
     tracking = Tracking.of(config)
-    run_id = _flushed(tracking, config, run) if run.finished else _recorded(run.directory)
+    if run.finished:
+        facts = run_facts(config, run.directory.name, run.data)
+        run_id: str | None = Forwarder(tracking, run.directory, config, facts).flush()
+    else:  # only the trainer may send events and set the state of the run
+        run_id = recorded_run_id(run.directory)
+    if run_id is None:
+        raise TrackingError(
+            f"{run.directory} has no MLflow run yet, so its scores were not logged: start again "
+            "when the training has reached MLflow"
+        )
     try:
         log_scores(
             tracking,
@@ -218,26 +227,6 @@ def log_to_run(
     finally:
         if run.finished:
             end_trained_run(tracking, run_id, run.directory)
-
-
-def _flushed(tracking: Tracking, config: RunConfig, run: ScoredRun) -> str:
-    """Return the id of a finished training's MLflow run, after it has all events."""
-    facts = run_facts(config, run.directory.name, run.data)
-    return Forwarder(tracking, run.directory, config, facts).flush()
-
-
-def _recorded(run_directory: Path) -> str:
-    """Return the id of the MLflow run of a training that runs or was stopped.
-
-    Only its trainer may send events and set the state of the run.
-    """
-    run_id = recorded_run_id(run_directory)
-    if run_id is None:
-        raise TrackingError(
-            f"{run_directory} has no MLflow run yet, so its scores were not logged: start again "
-            "when the training has reached MLflow"
-        )
-    return run_id
 
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
