@@ -14,7 +14,7 @@ from tasks.evaluate import (
     best_row,
     evaluation_summary,
     kept_checkpoints,
-    read_scores,
+    perplexity_report,
     score_checkpoints,
 )
 from tasks.evaluate import evaluate as report_scores
@@ -36,7 +36,7 @@ def score_stages(
     with kept_checkpoints(directory) as kept:
         scores = score_checkpoints(pipeline, directory, kept, data)
         evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
-        report = read_scores(scores.unigram, scores.rows)
+        report = perplexity_report(scores.unigram, scores.rows)
         pipeline.summary = evaluation_summary(report)
         run = ScoredRun(directory, trained is not None, data, hidden)
         best = best_row(report)["checkpoint"]

@@ -71,13 +71,8 @@ def move_aliases(
 ) -> None:
     """Move the aliases to a version if the rule gives it to them, and tag it with the comparison.
 
-    Repeating it changes nothing.
-
-    Args:
-        tracking: MLflow store.
-        version: a registered version.
-        measurement: its metric; without one, no version can be compared with it.
-        force: move `candidate` in any case.
+    Repeating it changes nothing. Without a measurement, no version can be compared with it. `force`
+    moves `candidate` in any case.
     """
     client, name, number = tracking.client, version.name, str(version.version)
     folder = tracking.workspace.folder("publish")

@@ -186,14 +186,8 @@ def build(
 ) -> StageResult:
     """Build the stage's artifact, or use the one that another run has completed.
 
-    Args:
-        config: configuration of the run.
-        key: key of the artifact.
-        function: function that fills an empty directory and returns counts.
-        writes: function that returns about how many bytes `function` writes, if that is known; it
-            is called only if the artifact is built.
-
-    Raises WorkspaceError, also if there is no room for what the stage writes.
+    `function` fills an empty directory and returns counts. `writes` returns about how many bytes
+    it writes, if that is known. Raises WorkspaceError, also if there is no room for them.
     """
     folder = Workspace.of().folder(key.stage)
     log = get_run_logger()

@@ -155,12 +155,6 @@ def log_losses_by_position(
     """Log the losses by position of evaluated checkpoints to their run, which may have them.
 
     Those of the validation split have the metrics that training has logged. Raises TrackingError.
-
-    Args:
-        tracking: MLflow store.
-        run_id: MLflow run.
-        rows: `iteration`, `valid_by_position` and `test_by_position` of each checkpoint.
-        timestamp_ms: time of the measurement.
     """
     from mlflow.entities import Metric
 

@@ -53,14 +53,9 @@ def devices(launch: LaunchConfig, *, trains: bool) -> Iterator[None]:
     """Reserve this host's devices for the ranks that the body starts, waiting until they are free.
 
     Nothing is reserved without the limit on the server, and for ranks that a hostfile or a
-    scheduler places. Jobs that do not train share CPUs with a training, but not accelerators.
+    scheduler places. Jobs that only evaluate share CPUs with a training, but not accelerators.
 
-    Args:
-        launch: launch options of the job.
-        trains: True for a training, False for a job that only evaluates.
-
-    Raises:
-        LaunchError: the server refuses the reservation.
+    Raises LaunchError if the server refuses the reservation.
     """
     kind = Hardware.detect().device_type
     elsewhere = launch.has_scheduler or bool(hosts_of(launch))

@@ -141,16 +141,11 @@ def watched(
 
 
 def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
-    """Return the reason why an attempt ended.
+    """Return the reason why an attempt ended, by an error unless `error` is None.
 
     It is the reason in the `exit` event of the attempt's ranks, otherwise the name of the error. A
     cancellation or a signal to this process reaches the ranks as a signal. They report it if they
     could save.
-
-    Args:
-        events: path of the run's events.jsonl.
-        attempt: number of the attempt.
-        error: error that ended the attempt, or None if it finished.
     """
     if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
         return type(error).__name__  # the ranks may have finished before the error
@@ -168,12 +163,7 @@ class SystemMetrics:
     """
 
     def __init__(self, tracking_uri: str, *, interval: float | None = None) -> None:
-        """Initialize it without measuring.
-
-        Args:
-            tracking_uri: MLflow store.
-            interval: seconds between two measurements; None means INTERVAL.
-        """
+        """Initialize it without measuring; `interval` is in seconds, None means INTERVAL."""
         self._uri = tracking_uri
         self._interval = INTERVAL if interval is None else interval
         self._monitor: SystemMetricsMonitor | None = None

@@ -274,11 +274,8 @@ class Tracking:
         """Return `ask()`, or its answer to the same question if the store is unchanged since.
 
         This saves the import of mlflow, which takes seconds of processor time. Answers are kept
-        only for a SQLite store that nobody, including `ask`, wrote meanwhile.
-
-        Args:
-            question: JSON value that, with the content of the store, determines the answer.
-            ask: function that returns the answer, a JSON value.
+        only for a SQLite store that nobody, including `ask`, wrote meanwhile. With the content of
+        the store, the JSON value `question` determines the answer.
         """
         state = self._state()
         if state is None:

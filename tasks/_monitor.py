@@ -137,13 +137,8 @@ class TrainingMonitor:
     ) -> None:
         """Initialize the monitor without reading or showing anything.
 
-        Args:
-            log: output of the ranks.
-            events: path of the run's events.jsonl.
-            train_iters: iterations of the whole training, or None to take them from the events
-                (`total_iterations`).
-            send: sends the events since its last call to MLflow, without waiting.
-            label: name of the bar and of the artifact.
+        `train_iters` is the last iteration, or None to take it from the events. `send` sends the
+        events since its last call to MLflow, without waiting.
         """
         self.log = LogTail(log, get_run_logger().info)
         self.events = events

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from megacore.artifact import Manifest, Workspace, lock
-from megacore.artifact.files import read_object, sync_tree, workspace_errors
+from megacore.artifact.files import read_object, sync_tree, workspace_errors, write_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ArtifactError, ConfigError
-from megacore.finetune.pretrained import CONFIG_NAME, MODEL_DIRECTORY, local_directory
+from megacore.finetune.pretrained import CONFIG_NAME, LINEAGE_NAME, MODEL_DIRECTORY, local_directory
 from megacore.redact import redact
 from tasks._mlflow import Tracking
 
@@ -124,12 +124,8 @@ def _known_parent(config: FinetuneConfig) -> Parent:
 
 def note_parent(artifact: Path, parent: Parent) -> None:
     """Add the registry's information to the lineage file of a collected model."""
-    from megacore.artifact.files import write_json
-    from megacore.finetune.pretrained import LINEAGE_NAME
-
     path = artifact / LINEAGE_NAME
-    lineage = read_object(path)
-    write_json(path, lineage | {"registry": parent.tags()})
+    write_json(path, read_object(path) | {"registry": parent.tags()})
 
 
 def _of_version(model: str, version: "ModelVersion") -> Parent:

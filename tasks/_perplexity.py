@@ -84,36 +84,30 @@ class PerplexityTable:
 
     def _publish(self, iteration: int) -> None:
         try:
-            self._announce(iteration)
-            self._store()
+            row = self._rows[iteration]
+            table = [self._rows[each].cells(each) for each in sorted(self._rows)]
+            emit_event(
+                EVALUATED,
+                resource={
+                    "prefect.resource.id": f"megacore.checkpoint.{self._run}.{iteration}",
+                    "prefect.resource.name": f"{self._run} iter_{iteration:07d}",
+                },
+                payload={
+                    "run": self._run,
+                    "iteration": iteration,
+                    "valid_ppl": row.valid_ppl,
+                    "test_ppl": row.test_ppl,
+                },
+            )
+            if self._artifact is None:
+                self._artifact = create_table_artifact(
+                    table, key=KEY, description=f"perplexity of the checkpoints of {self._run}"
+                )
+            else:
+                with get_client(sync_client=True) as client:
+                    client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(table)))
         except Exception as error:
             get_run_logger().warning("the table of perplexities was not stored: %s", error)
-
-    def _announce(self, iteration: int) -> None:
-        row = self._rows[iteration]
-        emit_event(
-            EVALUATED,
-            resource={
-                "prefect.resource.id": f"megacore.checkpoint.{self._run}.{iteration}",
-                "prefect.resource.name": f"{self._run} iter_{iteration:07d}",
-            },
-            payload={
-                "run": self._run,
-                "iteration": iteration,
-                "valid_ppl": row.valid_ppl,
-                "test_ppl": row.test_ppl,
-            },
-        )
-
-    def _store(self) -> None:
-        table = [self._rows[iteration].cells(iteration) for iteration in sorted(self._rows)]
-        if self._artifact is None:
-            self._artifact = create_table_artifact(
-                table, key=KEY, description=f"perplexity of the checkpoints of {self._run}"
-            )
-        else:
-            with get_client(sync_client=True) as client:
-                client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(table)))
 
 
 def _text(ppl: float | None) -> str:

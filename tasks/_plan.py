@@ -121,13 +121,8 @@ def show_plan(
 ) -> None:
     """Print the table, store it as an artifact, and print the commands that would be started.
 
-    Args:
-        name: name of the configuration.
-        rows: rows from `planned_row`.
-        cost: expected cost of the training, and its epochs, in one line each.
-        refusal: error that keeps the training from running here; raised at the end.
-        commands: function that returns the start commands; called only if the training can run.
-        warning: sentence that is shown below the cost.
+    `refusal`, which keeps the training from running here, is raised at the end, before `commands`
+    is called. `cost` has a line for the training and one for its epochs.
     """
     create_table_artifact(
         rows, key="dry-run", description=f"what {name} would do; {'; '.join(cost.splitlines())}"

@@ -193,12 +193,7 @@ def plot_validation(
 ) -> None:
     """Plot the curve and write its best value in the legend, where it covers no curve.
 
-    Args:
-        axes: axes to plot on.
-        curve: values to plot.
-        label: name in the legend.
-        number: format of the best value.
-        position: function that formats the position of the best value.
+    `number` and `position` format the best value and its position.
     """
     if not curve.values:
         return

@@ -60,13 +60,8 @@ def build_publication(
 ) -> StageResult:
     """Publish a run and write its receipt, unless a valid receipt exists.
 
-    Args:
-        config: configuration of the run.
-        key: key of the publication.
-        run_directory: directory of the run, whose missing events are sent to MLflow.
-        facts: function that returns the facts that MLflow records in addition to the configuration.
-        send: function that registers the exported model, given the store and the id of the MLflow
-            run, and returns the receipt.
+    The missing events in `run_directory` are sent to MLflow with the `facts`. `send` registers the
+    exported model, given the store and the id of the MLflow run, and returns the receipt.
 
     Raises TrackingError, ConversionError.
     """

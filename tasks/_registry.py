@@ -76,33 +76,11 @@ def publish_model(
     """Register an export as a version of model `name`, and move the aliases that it deserves.
 
     Publishing the same model again returns the same version, also if other files of the export
-    changed: reports and the model card are then replaced.
+    changed: reports and the model card are then replaced. Without a `measurement` on test data, the
+    aliases cannot choose between versions.
 
-    Args:
-        tracking: MLflow store.
-        run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become
-            its artifacts.
-        export_directory: directory with model/ (a transformers directory), parity.json and
-            sample.txt.
-        name: name in the registry.
-        digest: digest of the export, by which a fine-tuning finds its parent.
-        iteration: iteration of the exported checkpoint.
-        metrics: metrics of the exported model, under the names that its checkpoint has them.
-        tags: lineage, such as the keys of the stages.
-        datasets: data sets of the run, to which the metrics refer by their split.
-        measurement: metric by which the aliases choose between versions; None if the model was not
-            measured on test data.
-        force_alias: move the alias `candidate` without a comparison.
-        pictures: PNG files of the run.
-        report: HTML page of the run.
-
-    Returns:
-        model_name, version, uri, model_id, run_id, digest and model_digest: the receipt for
-        `published_exists`.
-
-    Raises:
-        TrackingError: MLflow did not accept it.
-        ConversionError: the export lacks a file.
+    Returns the receipt: model_name, version, uri, model_id, run_id, digest and model_digest. Raises
+    TrackingError, and ConversionError if the export lacks a file.
     """
     _check_export(export_directory)
     with tracking.errors(f"publish {export_directory} as model {name!r}"):

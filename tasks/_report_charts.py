@@ -98,12 +98,8 @@ def draw_charts(
 ) -> list[Chart]:
     """Draw the charts for which the run has values.
 
-    Args:
-        history: history of the run.
-        test_ppl: perplexity of the test split by iteration of the checkpoint.
-        test_by_position: start and loss of each range of positions of the test split, for the
-            exported checkpoint.
-        lm_eval: scores of lm-eval by name, by iteration of the checkpoint.
+    `test_ppl` and `lm_eval` are by iteration of the checkpoint; `test_by_position` belongs to the
+    exported one.
     """
     drawn = (
         _loss(history),

@@ -101,14 +101,8 @@ def newest_iteration(run_directory: Path) -> int:
 def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -> Iterator[None]:
     """Count the failure of the attempt in the body, and log whether it is retried.
 
-    Args:
-        run_directory: directory of the training.
-        task_run: id of the task run, the same in all its attempts.
-        launch: options with the maximum number of retries without a new checkpoint.
-
-    Raises:
-        MegacoreError: error of the body; the last one states how many retries brought no new
-            checkpoint.
+    `task_run` is the same in all attempts. Raises the error of the body; the last one states how
+    many retries brought no new checkpoint.
     """
     retries = launch.retries
     before: int | None = None

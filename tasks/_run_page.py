@@ -22,6 +22,7 @@ from tasks._run_history import RunHistory, end_of
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
+    from mlflow.entities.model_registry import ModelVersion
 
 NOTE = "mlflow.note.content"
 """Tag with the description that MLflow shows."""
@@ -55,15 +56,10 @@ def update_run_page(
 ) -> None:
     """Send the run's description, the number of attempts, their logs and the events.
 
-    Repeating it changes nothing. Raises TrackingError, and DataFormatError for damaged events.
+    The description begins with the lines `results`. `ending` is the reason why the last attempt
+    ended, if its ranks did not report it. Repeating it changes nothing.
 
-    Args:
-        tracking: MLflow store.
-        run_id: MLflow run.
-        run_directory: directory of the run.
-        facts: facts that MLflow records with the run.
-        results: first lines of the description.
-        ending: reason why the last attempt ended, if its ranks did not report it.
+    Raises TrackingError, and DataFormatError for damaged events.
     """
     from mlflow.entities import RunTag
 
@@ -88,11 +84,6 @@ def describe_model(tracking: Tracking, facts: RunFacts, receipt: Mapping[str, st
     """Describe a published model, its version and its registered name.
 
     Return the lines with the model's results for the description of its run. Raises TrackingError.
-
-    Args:
-        tracking: MLflow store.
-        facts: facts that MLflow records with the run.
-        receipt: receipt of the publication.
     """
     client, name, number = tracking.client, receipt["model_name"], receipt["version"]
     with tracking.errors(f"describe {receipt['uri']}"):
@@ -108,13 +99,7 @@ def describe_model(tracking: Tracking, facts: RunFacts, receipt: Mapping[str, st
         tags = note_tags(text, model.tags)
         if tags:
             client.set_logged_model_tags(model.model_id, tags)
-        _describe(
-            text,
-            version.description,
-            version.tags,
-            lambda tag, value: client.set_model_version_tag(name, number, tag, value),
-            lambda note: client.update_model_version(name, number, note),
-        )
+        _describe_version(tracking, version, text)
         registered = client.get_registered_model(name)
         _describe(
             f"Models of the configuration `{facts.tags.get('megacore.conf', name)}`. The alias "
@@ -129,14 +114,9 @@ def describe_model(tracking: Tracking, facts: RunFacts, receipt: Mapping[str, st
 
 
 def show_pushed(tracking: Tracking, receipt: Mapping[str, str], address: str) -> None:
-    """Set the model's address on the hub as a tag and in the descriptions of run and model.
+    """Set the address of the uploaded commit as a tag and in the descriptions of run and model.
 
     Repeating it changes nothing. Raises TrackingError.
-
-    Args:
-        tracking: MLflow store.
-        receipt: receipt of the publication in MLflow.
-        address: address of the uploaded commit.
     """
     from mlflow.entities import RunTag
 
@@ -144,13 +124,8 @@ def show_pushed(tracking: Tracking, receipt: Mapping[str, str], address: str) ->
     with tracking.errors(f"record {address}"):
         version = client.get_model_version(name, number)
         client.set_model_version_tag(name, number, HUB_TAG, address)
-        _describe(
-            _with_address(version.description or "", address),
-            version.description,
-            version.tags,
-            lambda tag, value: client.set_model_version_tag(name, number, tag, value),
-            lambda note: client.update_model_version(name, number, note),
-        )
+        text = _with_address(version.description or "", address)
+        _describe_version(tracking, version, text)
         tags = client.get_logged_model(receipt["model_id"]).tags
         text = _with_address(tags.get(NOTE, ""), address)
         client.set_logged_model_tags(
@@ -203,6 +178,17 @@ def _describe(
     set_tag(NOTE_DIGEST, f"{_digest(note)} {_digest(text)}")
     set_note(text)
     set_tag(NOTE_DIGEST, _digest(text))
+
+
+def _describe_version(tracking: Tracking, version: "ModelVersion", text: str) -> None:
+    client, name, number = tracking.client, version.name, str(version.version)
+    _describe(
+        text,
+        version.description,
+        version.tags,
+        lambda tag, value: client.set_model_version_tag(name, number, tag, value),
+        lambda note: client.update_model_version(name, number, note),
+    )
 
 
 def _digest(text: str) -> str:

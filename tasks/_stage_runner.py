@@ -122,12 +122,7 @@ class StageRunner(Generic[Config]):
 
         If one fails, the others are finished first, so that the next run reuses them; then the
         error of the first input that failed fails the flow. An interruption does not wait for them.
-
-        Args:
-            task: the stage's task.
-            inputs: artifacts and other arguments of each task run.
-            at_once: number of task runs at the same time.
-            configs: configuration of each task run; None means the flow's.
+        `configs` has the configuration of each task run; None means the flow's.
         """
         if len(inputs) == 1:
             return (self.stage(task, *inputs[0]),)

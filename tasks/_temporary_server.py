@@ -333,10 +333,7 @@ def database_problem() -> str | None:
 def database_fault(program: str, database: Path, text: str) -> str | None:
     """Return in one sentence why `program` cannot write its SQLite file, if `text` has the reason.
 
-    Args:
-        program: name of the program.
-        database: path of the file.
-        text: error, as sqlite3 or SQLAlchemy writes it.
+    `text` is an error as sqlite3 or SQLAlchemy writes it.
     """
     reason = _DATABASE_ERROR.search(text)
     if reason is None:
@@ -481,11 +478,8 @@ def end_process(last_line: str, code: int) -> NoReturn:
 
     Nothing is printed after `last_line`. Prefect would try for minutes to send to a server that has
     ended; this function waits `FLUSH` seconds, also until the temporary server has stored the
-    states of the task runs that ended, and not at all if that server has ended.
-
-    Args:
-        last_line: last line for stderr, or an empty string.
-        code: exit code, or a negative signal number to die of that signal.
+    states of the task runs that ended, and not at all if that server has ended. A negative `code`
+    is the signal number to die of.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what follows is short

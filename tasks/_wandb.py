@@ -65,11 +65,7 @@ class WandbRun:
     ) -> None:
         """Initialize the sender without reading or sending anything.
 
-        Args:
-            settings: section `tracking.wandb`.
-            run_directory: directory of events.jsonl.
-            config: configuration that is recorded with the run.
-            interval: minimum number of seconds between two deliveries.
+        Deliveries are at least `interval` seconds apart.
         """
         self._settings = settings
         self._directory = run_directory

@@ -27,10 +27,8 @@ def convert_key(
 ) -> StageKey:
     """Return the key of the exported model; None stands for the best checkpoint.
 
-    Raises:
-        CheckpointError: if the checkpoint that the run continues from does not describe its model.
-        ConversionError: if the tokenizer's configuration is damaged.
-        DataFormatError: if the tokenizer's other files are damaged.
+    Raises CheckpointError, ConversionError or DataFormatError for damaged files of the checkpoint
+    that the run continues from, or of the tokenizer.
     """
     chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
     named = _begin_and_ends(config, trained, data)

@@ -281,7 +281,7 @@ class Scores:
     unigram: Artifact
 
 
-def read_scores(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
+def perplexity_report(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
     """Return the report: `checkpoints`, one row each by iteration, and `unigram`."""
     return {
         "checkpoints": [read_object(row.directory / SCORE) for row in rows],
@@ -409,7 +409,7 @@ def evaluate(
     """Write the report on all checkpoints, which names the best by validation loss."""
 
     def fill(directory: Path) -> dict[str, Any]:
-        report = read_scores(unigram, rows)
+        report = perplexity_report(unigram, rows)
         write_json(directory / REPORT, report)
         best = best_row(report)
         return {

@@ -112,7 +112,7 @@ def _run(
     check_cost(config, pretrained, examples)
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    job = make_job(config, directory, pretrained, examples)
+    job = finetune_job(config, directory, pretrained, examples)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
     facts = run_facts(config, directory.name, examples)
@@ -121,7 +121,7 @@ def _run(
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
 
 
-def make_job(
+def finetune_job(
     config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact
 ) -> FinetuneJob:
     """Build the job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""

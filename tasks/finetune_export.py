@@ -16,7 +16,7 @@ from megacore.redact import redact
 from tasks._cache import StageResult, build, stage_task
 from tasks._parent import parent_of
 from tasks.evaluate import fresh_scratch, log_tail
-from tasks.finetune import make_job
+from tasks.finetune import finetune_job
 
 
 def export_key(
@@ -44,7 +44,7 @@ def finetune_export(
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(finetuned.directory, f"export-{key.key}")
         job = FinetuneExportJob(
-            **make_job(config, finetuned.directory, pretrained, examples).model_dump()
+            **finetune_job(config, finetuned.directory, pretrained, examples).model_dump()
             | {
                 "exit_directory": str(scratch / "exit"),
                 "ranks": 1,

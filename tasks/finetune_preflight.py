@@ -204,11 +204,7 @@ def finetune_dry_run(
     """Print (and store) configuration, keys and states of stages, and start commands; run nothing.
 
     A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
-
-    Args:
-        conf: name or path of the configuration, as in the flow.
-        overrides: dotted overrides, as in the flow.
-        find_batch_size: True to plan the comparison of distributions instead of the training.
+    `find_batch_size` plans the comparison of distributions instead of the training.
     """
     config = _load(conf, overrides)
     show_config(config)

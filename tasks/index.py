@@ -177,16 +177,16 @@ def split_datasets(config: RunConfig, data: RunData[Artifact]) -> dict[str, Data
 
     The digest of a split does not depend on the number of iterations.
     """
-    tokens = data.tokens
-    return {
-        split: Dataset(
+    tokens, datasets = data.tokens, {}
+    for split in ("train", "valid", "test"):
+        content = [split, split_data(config), split_digests(config, tokens, split)]
+        datasets[split] = Dataset(
             name=f"{split}-{tokens.key}",
-            digest=_digest([split, split_data(config), split_digests(config, tokens, split)]),
+            digest=hashlib.sha256(canonical_json(content)).hexdigest(),
             uri=tokens.path,
             profile=data.index.counts.get(split, {}),
         )
-        for split in ("train", "valid", "test")
-    }
+    return datasets
 
 
 def epochs_of(config: RunConfig, index: Artifact) -> Epochs:
@@ -218,23 +218,35 @@ def epochs_summary(config: RunConfig, index: Artifact) -> str:
     return f"{sentence}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
-def _digest(content: Any) -> str:
-    return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
 def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float | None]]:
     """Return (number among the sources, weight) of each member; null with a temperature."""
     return [[config.data.sources.index(member.source), member.weight] for member in blend]
 
 
-def index_key(config: RunConfig, tokens: Artifact, planned_before: int | None) -> StageKey:
-    """Return the key of the maps.
+def index_key(
+    config: RunConfig,
+    tokens: Artifact,
+    planned_before: int | None,
+    requested: tuple[int, int, None] | None = None,
+) -> StageKey:
+    """Return the key of the maps, by default with the samples that the run requests.
 
     It contains the plan of the maps, so more iterations within an epoch do not change it. A run
     that is extended or resumes from another one keeps the order of the samples that were planned
     before, `planned_before` of them; further epochs follow after those.
     """
-    return _key_of(config, tokens, requested_samples(config), planned_before)
+    from megacore.data.index_maps import VERSION, index_plan
+    from megacore.data.sentence_maps import sentence_plan
+
+    requested = requested or requested_samples(config)
+    plan_of = index_plan if config.family == "gpt" else sentence_plan
+    plan = plan_of(
+        mixture(config, tokens), index_options(config), requested, planned_before=planned_before
+    )
+    steps = read_steps(config, max(requested[0], planned_before or 0))
+    resolved = resolved_samples(config) | steps | {"plan": plan}
+    parameters = key_parameters(config, "index", resolved)
+    return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
 
 def held_out_digest(index: Artifact) -> str:
@@ -245,26 +257,6 @@ def held_out_digest(index: Artifact) -> str:
     """
     digest: str = index.counts.get(_HELD_OUT, {}).get("digest", index.digest)
     return digest
-
-
-def _key_of(
-    config: RunConfig,
-    tokens: Artifact,
-    requested: tuple[int, int, None],
-    planned_before: int | None,
-) -> StageKey:
-    """Return the key of the maps with these requested samples of each split."""
-    from megacore.data.index_maps import VERSION, index_plan
-    from megacore.data.sentence_maps import sentence_plan
-
-    plan_of = index_plan if config.family == "gpt" else sentence_plan
-    plan = plan_of(
-        mixture(config, tokens), index_options(config), requested, planned_before=planned_before
-    )
-    steps = read_steps(config, max(requested[0], planned_before or 0))
-    resolved = resolved_samples(config) | steps | {"plan": plan}
-    parameters = key_parameters(config, "index", resolved)
-    return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
 
 @stage_task("index", index_key)
@@ -302,7 +294,7 @@ def _continued(
     train, valid, test = requested_samples(config)
     if planned_before is None or planned_before >= train:
         return {}
-    key = _key_of(config, tokens, (planned_before, valid, test), planned_before)
+    key = index_key(config, tokens, planned_before, (planned_before, valid, test))
     try:
         return {_HELD_OUT: {"digest": open_artifact(artifact_directory(key)).digest}}
     except ArtifactError:

@@ -20,7 +20,7 @@ from tasks._stage_runner import StageRunner
 from tasks.convert import convert
 from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
 from tasks.index import RunData
-from tasks.zeroshot import ScoredRun, log_to_run, published
+from tasks.zeroshot import ScoredRun, log_to_run, without_hidden
 
 VERSION = 1
 REPORT = "lm-eval.json"
@@ -82,7 +82,7 @@ def _job(config: RunConfig, model: Path, scratch: Path) -> LmEvalJob:
 
 def scores_of(artifact: Artifact, hidden: Iterable[str] = ()) -> dict[str, float]:
     """Return the scores of one export, without hidden ones, by their names in MLflow."""
-    return published(metrics_of(read_object(artifact.directory / REPORT)), hidden)
+    return without_hidden(metrics_of(read_object(artifact.directory / REPORT)), hidden)
 
 
 def lm_eval_stages(

@@ -283,11 +283,7 @@ def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epoc
     """Return the epochs of the training, or None if the size of a source is not known yet.
 
     They are estimated if the index maps do not exist and samples are packed: from the tokens of a
-    source, or from the bytes of a collected one.
-
-    Args:
-        config: configuration of the run.
-        artifacts: existing artifacts by the names in `planned_training`.
+    source, or from the bytes of a collected one. `artifacts` are by names of `planned_training`.
     """
     if "index" in artifacts:
         return epochs_of(config, artifacts["index"])

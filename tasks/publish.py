@@ -42,7 +42,7 @@ from tasks.evaluate import (
 from tasks.index import RunData, epochs_summary, split_datasets
 from tasks.lm_eval import scores_of
 from tasks.train import run_facts
-from tasks.zeroshot import metrics_of, published, read_scores, shown_scores
+from tasks.zeroshot import named_scores, read_scores, shown_scores, without_hidden
 
 if TYPE_CHECKING:
     from tasks._report import ReportFacts
@@ -248,8 +248,8 @@ def _send_contamination(
     with tracking.errors("take the contamination"):
         tracking.client.log_artifact(run_id, str(contamination.directory / CONTAMINATION))
     for each in scored:
-        scores = scores_of(each) if each.stage == "lm-eval" else metrics_of(read_scores(each))
-        values = published(scores, hidden) | contamination_metrics(contamination)
+        scores = scores_of(each) if each.stage == "lm-eval" else named_scores(read_scores(each))
+        values = without_hidden(scores, hidden) | contamination_metrics(contamination)
         log_scores(tracking, run_id, each.counts["iteration"], values, timestamp_ms=now)
 
 

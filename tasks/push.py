@@ -112,16 +112,8 @@ def push_stage(
 def upload(directory: Path, repository: str, *, private: bool, message: str) -> dict[str, str]:
     """Upload a transformers directory to a repository, which is created if absent.
 
-    Unchanged files are not sent again; without a change there is no new commit.
-
-    Args:
-        directory: transformers directory with its model card.
-        repository: owner and name of the repository.
-        private: visibility of a new repository; a public one is refused if it is true.
-        message: first line of the commit's message.
-
-    Returns:
-        repository, url, commit and address of the commit.
+    Unchanged files are not sent again; without a change there is no new commit. A public repository
+    is refused if `private` is true. Returns repository, url, commit and address of the commit.
 
     Raises:
         ConfigError: the token is invalid or has no write access, or the hub refuses the files.

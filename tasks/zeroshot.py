@@ -88,7 +88,7 @@ def zeroshot_checkpoint(
 
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(run.directory, f"zeroshot-{key.key}")
-        job = make_job(config, Path(target.path), tokenizer, scratch)
+        job = _job(config, Path(target.path), tokenizer, scratch)
         if job.passkey.lengths:
             check_passkeys(
                 load_tokenizer(tokenizer.path), job.passkey, config.max_position_embeddings
@@ -99,12 +99,12 @@ def zeroshot_checkpoint(
             scores = run_job(module, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
         iteration = iteration_of(Path(target.path))
-        totals = {name: value for name, value in metrics_of(scores).items() if "/" not in name}
+        totals = {name: value for name, value in named_scores(scores).items() if "/" not in name}
         return {"checkpoint": target.name, "iteration": iteration, **totals}
 
     def score() -> StageResult:
         result = build(config, key, fill)
-        scores = metrics_of(read_scores(result.artifact))
+        scores = named_scores(read_scores(result.artifact))
         log_to_run(config, run, result.artifact.counts["iteration"], scores)
         return result
 
@@ -130,9 +130,7 @@ def zeroshot(
     return tuple(result.artifact for result in results if result is not None)
 
 
-def make_job(
-    config: RunConfig, checkpoint: Path, tokenizer: Artifact, scratch: Path
-) -> ZeroShotJob:
+def _job(config: RunConfig, checkpoint: Path, tokenizer: Artifact, scratch: Path) -> ZeroShotJob:
     """Build the job on the ranks that train.
 
     Pipeline stages become replicas, because a model without optimizer state needs little memory.
@@ -167,7 +165,7 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
 
 
-def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
+def named_scores(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the scores by their names in MLflow."""
     metrics = {}
     if "wikitext" in scores:
@@ -191,7 +189,7 @@ def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-def published(scores: Mapping[str, float], hidden: Iterable[str]) -> dict[str, float]:
+def without_hidden(scores: Mapping[str, float], hidden: Iterable[str]) -> dict[str, float]:
     """Return the scores, by their names in MLflow, of all but the `hidden` evaluation sets."""
     # wikitext_ppl and lambada_accuracy belong to wikitext and lambada, lm_eval/TASK/acc to a task.
     starts = tuple(f"{name}/" if "/" in name else f"{name}_" for name in hidden)
@@ -221,7 +219,7 @@ def log_to_run(
             tracking,
             run_id,
             iteration,
-            published(scores, run.hidden),
+            without_hidden(scores, run.hidden),
             timestamp_ms=round(1000 * time.time()),
         )
     finally:

@@ -22,7 +22,7 @@ from tasks.contamination import (
     warnings,
     withheld,
 )
-from tasks.zeroshot import published
+from tasks.zeroshot import without_hidden
 
 SHARES = {
     "wikitext": (100, 2),
@@ -87,11 +87,11 @@ def test_scores_above_the_limit_are_withheld_if_refused(artifact: Artifact) -> N
         "lm_eval/arc/acc": 4.0,
         "lm_eval/arc_easy/acc": 5.0,
     }
-    assert set(published(scores, withheld(refuse, artifact))) == {
+    assert set(without_hidden(scores, withheld(refuse, artifact))) == {
         "lambada_ppl",
         "lm_eval/arc_easy/acc",
     }
-    assert published(scores, ()) == scores
+    assert without_hidden(scores, ()) == scores
 
 
 def test_share_has_one_name_everywhere(artifact: Artifact) -> None:

@@ -19,7 +19,7 @@ from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks.evaluate import Target, score_key
 from tasks.preflight import planned_publication
-from tasks.zeroshot import REPORT, metrics_of, text_digests, zeroshot_key, zeroshot_summary
+from tasks.zeroshot import REPORT, named_scores, text_digests, zeroshot_key, zeroshot_summary
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
 from tests.zeroshot import _texts
@@ -108,7 +108,7 @@ def test_a_passkey_needs_no_text() -> None:
 
 
 def test_each_passkey_cell_is_a_metric() -> None:
-    metrics = metrics_of(json.loads(SCORES))
+    metrics = named_scores(json.loads(SCORES))
     passkeys = {name: value for name, value in metrics.items() if name.startswith("passkey")}
     assert passkeys == {
         "passkey_accuracy": 0.5,
