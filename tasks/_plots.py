@@ -17,6 +17,9 @@ LOSS_FILE = "loss.png"
 PPL_FILE = "ppl.png"
 LENGTHS_FILE = "lengths.png"
 
+MOST_POINTS = 2000
+"""Maximum number of points of a drawn curve."""
+
 TRAIN_COLOR = "#7f9fbf"
 SMOOTH_COLOR = "#1f4e79"
 VALID_COLOR = "#c8501e"
@@ -158,16 +161,15 @@ def _figure(title: str, label: str, last: int, per_iteration: float) -> "tuple[F
     return figure, axes
 
 
-def plot_smoothed(axes: "Axes", curve: Curve, label: str, *, limit: int | None = None) -> None:
-    """Plot the curve pale and its moving average strong, each of at most `limit` points."""
+def plot_smoothed(axes: "Axes", curve: Curve, label: str) -> None:
+    """Plot the curve pale and its moving average strong, each of at most MOST_POINTS points."""
     if not curve.values:
         return
     smooth = curve.smoothed()
-    drawn = [curve, smooth] if limit is None else [curve.thinned(limit), smooth.thinned(limit)]
     if smooth is not curve:
-        raw = drawn[0]
+        raw = curve.thinned(MOST_POINTS)
         axes.plot(raw.iterations, raw.values, color=TRAIN_COLOR, linewidth=0.8, alpha=0.7)
-    plot_line(axes, drawn[1], label=label)
+    plot_line(axes, smooth.thinned(MOST_POINTS), label=label)
 
 
 def plot_line(axes: "Axes", curve: Curve, *, label: str | None = None) -> None:

@@ -19,7 +19,6 @@ from pydantic import BaseModel
 
 from megacore.artifact import Artifact
 from megacore.artifact.files import replace_file, workspace_errors
-from megacore.artifact.workspace import EVENTS_FILE
 from megacore.config import RunConfig
 from megacore.observe.logging import MFU_NAMES
 from megacore.redact import redact, redact_values
@@ -73,23 +72,20 @@ class Row:
     kind: str = ""
 
 
-def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
-    """Write the report of a run to `path` and return the path.
+def write_report(path: Path, run: str, history: RunHistory, facts: ReportFacts) -> Path:
+    """Write the report of the run with the key `run` to `path` and return the path.
 
     Secrets are redacted. A run without iterations, checkpoints or sample has a page that says so.
 
-    Raises:
-        DataFormatError: events.jsonl is damaged.
-        WorkspaceError: `path` cannot be written.
+    Raises WorkspaceError if `path` cannot be written.
     """
-    history = RunHistory(run_directory / EVENTS_FILE)
     last = history.attempts[-1] if history.attempts else None
     test_ppl = {row["iteration"]: row["test_ppl"] for row in _evaluated(facts)}
     history.by_position |= _by_position(facts, "valid")
     test_by_position = _by_position(facts, "test").get(facts.exported or 0, [])
     values = {
         "name": facts.config.name,
-        "run": run_directory.name,
+        "run": run,
         "written": _date(time.time()),
         "zone": _zone(),
         "headline": _headline(history, facts),

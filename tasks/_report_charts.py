@@ -25,6 +25,7 @@ from megacore.plan.search import search_around
 from megacore.plan.throughput import planned_iteration
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._plots import (
+    MOST_POINTS,
     SMOOTH_COLOR,
     VALID_COLOR,
     Curve,
@@ -39,9 +40,6 @@ from tasks._run_history import Attempt, RunHistory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-MOST_POINTS = 2000
-"""Maximum number of points of a drawn curve."""
 
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -161,7 +159,7 @@ def _loss(history: RunHistory) -> Chart | None:
     if not train.values and not valid.values:
         return None
     with _figure(history) as (figure, (axes,)):
-        plot_smoothed(axes, train, "training", limit=MOST_POINTS)
+        plot_smoothed(axes, train, "training")
         _plot_best(axes, valid, "quick validation", "{:.3f}")
         axes.set_ylabel("nats per token")
         _legend(axes)
@@ -199,7 +197,9 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
 def _by_source(history: RunHistory) -> Chart | None:
     """Draw the loss of each source: quick validation, and pale the estimate of training."""
     curves = {
-        kind: {name: points.curve() for name, points in known.items() if len(points)}
+        kind: {
+            name: curve for name, points in known.items() if (curve := points.curve("loss")).values
+        }
         for kind, known in history.by_source.items()
     }
     train, valid = curves.get("step", {}), curves.get("evaluation", {})
@@ -335,7 +335,7 @@ def _gradient_norm(history: RunHistory) -> Chart | None:
     if not norms.values:
         return None
     with _figure(history) as (figure, (axes,)):
-        plot_smoothed(axes, norms, "gradient norm", limit=MOST_POINTS)
+        plot_smoothed(axes, norms, "gradient norm")
         wide = max(norms.values) > _WIDE_RANGE * median_high(norms.values)
         if min(norms.values) > 0 and wide:
             set_log_scale(axes, norms.values)
@@ -359,7 +359,7 @@ def _throughput(history: RunHistory) -> Chart | None:
         return None
     with _figure(history, panels=len(panels)) as (figure, all_axes):
         for axes, (curve, label, unit) in zip(all_axes, panels, strict=True):
-            plot_smoothed(axes, curve, label, limit=MOST_POINTS)
+            plot_smoothed(axes, curve, label)
             axes.set_ylabel(label)
             axes.set_ylim(0, max(curve.values) * _HEADROOM or 1.0)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: unit(value)))

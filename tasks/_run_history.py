@@ -1,5 +1,6 @@
 """History of a run, read from its events: attempts, curves, checkpoints and warnings."""
 
+import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ CURVES = {
     "perplexity": {"valid_ppl": "valid_ppl"},
 }
 """Names of the curves and the fields of their events, by kind of event."""
-
+_KIND_OF = {name: kind for kind, fields in CURVES.items() for name in fields}
 
 _TOTAL = "total"
 _COMPUTATION = ("forward-compute", "backward-compute", "forward-backward", "optimizer")
@@ -129,33 +130,36 @@ class SavedCheckpoint:
 
 
 class Points:
-    """Values by iteration, in the memory of two numbers each; the first of an iteration counts."""
+    """Columns of values by iteration, of which the first row of an iteration counts.
 
-    def __init__(self) -> None:
+    A row takes the memory of its numbers.
+    """
+
+    def __init__(self, *names: str) -> None:
         self._iterations = array("d")
-        self._values = array("d")
+        self._columns = {name: array("d") for name in names}
         self._known = Iterations()
 
-    def add(self, iteration: int, value: float) -> None:
-        """Add a value, unless the iteration has one."""
-        if iteration not in self._known:
+    def add(self, iteration: int, values: Sequence[float | None]) -> None:
+        """Add a row, unless the iteration has one or all values are None."""
+        if values.count(None) < len(values) and iteration not in self._known:
             self._known.add(iteration)
             self._iterations.append(iteration)
-            self._values.append(value)
+            for column, value in zip(self._columns.values(), values, strict=True):
+                column.append(math.nan if value is None else value)
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def sorted(self) -> "tuple[Floats, Floats]":
-        """Return the iterations in ascending order and their values."""
+    def sorted(self, name: str) -> "tuple[Floats, Floats]":
+        """Return the iterations with a value of `name`, in ascending order, and the values."""
         import numpy as np
 
-        order = np.argsort(np.array(self._iterations))
-        return np.array(self._iterations)[order], np.array(self._values)[order]
+        iterations, values = np.array(self._iterations), np.array(self._columns[name])
+        order = np.argsort(iterations)
+        order = order[~np.isnan(values[order])]
+        return iterations[order], values[order]
 
-    def curve(self) -> Curve:
-        """Return the curve through the points."""
-        iterations, values = self.sorted()
+    def curve(self, name: str) -> Curve:
+        """Return the curve through the points of `name`."""
+        iterations, values = self.sorted(name)
         return Curve(iterations.astype(int).tolist(), values.tolist())
 
 
@@ -179,20 +183,20 @@ class RunHistory:
         repeated iteration they are of the last report, as the checkpoint."""
         self.by_source: dict[str, dict[str, Points]] = {}
         """Losses by kind of event and source."""
-        self._values = {name: Points() for curves in CURVES.values() for name in curves}
-        self._tokens, self._seconds = Points(), Points()
+        self._points = {kind: Points(*fields) for kind, fields in CURVES.items()}
+        self._tokens, self._seconds = Points("tokens"), Points("seconds")
         for points in (self._tokens, self._seconds):
-            points.add(0, 0.0)
+            points.add(0, [0.0])
         for event, _ in EventReader(events, heads=heads):
             self._add(event)
 
     def by_iteration(self, name: str) -> Curve:
         """Return the curve `name` of CURVES, by iteration."""
-        return self._values[name].curve()
+        return self._points[_KIND_OF[name]].curve(name)
 
     def curve(self, name: str) -> Curve:
         """Return the curve `name` of CURVES, by consumed tokens."""
-        iterations, values = self._values[name].sorted()
+        iterations, values = self._points[_KIND_OF[name]].sorted(name)
         return Curve(self.tokens_at(iterations).round().astype(int).tolist(), values.tolist())
 
     def tokens_at(self, iterations: "Sequence[float] | Floats") -> "Floats":
@@ -231,11 +235,11 @@ class RunHistory:
 
     @cached_property
     def _known_tokens(self) -> "tuple[Floats, Floats]":
-        return self._tokens.sorted()
+        return self._tokens.sorted("tokens")
 
     @cached_property
     def _known_seconds(self) -> "tuple[Floats, Floats]":
-        return self._seconds.sorted()
+        return self._seconds.sorted("seconds")
 
     def _add(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
@@ -243,18 +247,20 @@ class RunHistory:
         fields = CURVES.get(kind)
         if fields is not None:
             iteration = int(event["iteration"])
-            self._add_values(event, iteration, fields)
+            self._points[kind].add(
+                iteration, [_number(event.get(field)) for field in fields.values()]
+            )
+            self._add_tokens(event, iteration)
             for each in event.get("by_source") or ():
                 points = self.by_source.setdefault(kind, {}).setdefault(
-                    str(each["source"]), Points()
+                    str(each["source"]), Points("loss")
                 )
-                if each["loss"] is not None:
-                    points.add(iteration, float(each["loss"]))
+                points.add(iteration, [_number(each["loss"])])
             if kind == "step":
                 attempt.times.append(event["time"])
                 attempt.iterations.append(iteration)
                 attempt.add_phases(event)
-                self._seconds.add(iteration, attempt.trained_before + attempt.seconds)
+                self._seconds.add(iteration, [attempt.trained_before + attempt.seconds])
         if kind == "start":
             attempt.facts = event
         elif kind == "exit":
@@ -264,14 +270,10 @@ class RunHistory:
         elif kind in ("checkpoint", "perplexity", "checkpoint_deleted"):
             self._add_checkpoint(event)
 
-    def _add_values(self, event: dict[str, Any], iteration: int, fields: Mapping[str, str]) -> None:
-        for name, key in fields.items():
-            value = _number(event.get(key))
-            if value is not None:
-                self._values[name].add(iteration, value)
+    def _add_tokens(self, event: dict[str, Any], iteration: int) -> None:
         tokens = _number(event.get("consumed_tokens"))
         if tokens is not None:
-            self._tokens.add(iteration, tokens)
+            self._tokens.add(iteration, [tokens])
 
     def _attempt(self, event: dict[str, Any]) -> Attempt:
         """Return the attempt of an event, up to whose time it then lasts."""
@@ -294,7 +296,7 @@ class RunHistory:
                 self.by_position[iteration] = event["by_position"]
             checkpoint.valid_ppl = _number(event.get("valid_ppl"))
         elif event["kind"] == "checkpoint":
-            self._add_values(event, iteration, {})
+            self._add_tokens(event, iteration)
             checkpoint.size_bytes = event.get("size_bytes")
             # An attempt that finds a checkpoint of the one before does not know its time.
             checkpoint.seconds = _number(event.get("seconds")) or checkpoint.seconds

@@ -31,6 +31,8 @@ STATE_FILE = "wandb.json"
 """Name of the file in the run directory with the wandb run's id and the number of its rows."""
 _STEPS = ("iteration", "consumed_tokens")
 """Columns by which curves are drawn: the first by default."""
+_ROWS = ("step",)
+"""Kinds of events each of which is a row, because it has values that are never null."""
 _INTERVAL = 2.0
 _FIRST_BACKOFF = 5.0
 _LONGEST_BACKOFF = 300.0
@@ -147,20 +149,34 @@ class WandbRun:
             self._restart()
             self._run = self._open()
         sent = self._next
+        self._count_sent()
         try:
             for event, end in EventReader(self._directory / EVENTS_FILE, self._offset):
-                identity = (event["kind"], int(event.get("iteration") or 0))
-                row = {} if identity in self._seen else row_of(event)
-                if row:
-                    if self._number >= self._next:
-                        self._run.log(row, step=self._number, commit=True)
-                        self._next = self._number + 1
-                    self._number += 1
-                    self._seen.add(*identity)
+                if self._is_new(event) and (row := row_of(event)):
+                    self._run.log(row, step=self._number, commit=True)
+                    self._next = self._number + 1
+                    self._count(event)
                 self._offset = end
         finally:
             if self._next != sent:
                 write_json(self._state, {"run_id": self._run.id, "rows": self._next})
+
+    def _count_sent(self) -> None:
+        """Pass over the rows that were sent; each step is one, of which only the head is read."""
+        events = EventReader(self._directory / EVENTS_FILE, self._offset, kinds=CURVES, heads=_ROWS)
+        for event, end in events:
+            if self._number >= self._next:
+                return
+            if self._is_new(event) and (event["kind"] in _ROWS or row_of(event)):
+                self._count(event)
+            self._offset = end
+
+    def _is_new(self, event: Mapping[str, Any]) -> bool:
+        return (event["kind"], int(event.get("iteration") or 0)) not in self._seen
+
+    def _count(self, event: Mapping[str, Any]) -> None:
+        self._number += 1
+        self._seen.add(event["kind"], int(event.get("iteration") or 0))
 
     @property
     def _state(self) -> Path:

@@ -149,12 +149,13 @@ def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -
     trained, evaluation, export = inputs.trained, inputs.evaluation, inputs.export
     tokens, contamination = inputs.data.tokens, inputs.contamination
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
+    history = RunHistory(trained.directory / EVENTS_FILE)
     pictures = [
-        *plot_run(RunHistory(trained.directory / EVENTS_FILE), scratch, config.name),
+        *plot_run(history, scratch, config.name),
         *_length_pictures(tokens, scratch),
     ]
     facts = _report_facts(config, run_id, inputs)
-    page = write_report(scratch / REPORT, trained.directory, facts)
+    page = write_report(scratch / REPORT, trained.directory.name, history, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
     datasets = split_datasets(config, inputs.data)

@@ -92,7 +92,8 @@ def facts_of(config: RunConfig | None = None, **changed: Any) -> ReportFacts:
 
 
 def write_page(log: EventLog, facts: ReportFacts) -> Page:
-    return Page(write_report(log.path.with_name(REPORT), log.path.parent, facts))
+    report, run = log.path.with_name(REPORT), log.path.parent.name
+    return Page(write_report(report, run, RunHistory(log.path), facts))
 
 
 @pytest.fixture

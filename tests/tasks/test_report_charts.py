@@ -10,7 +10,7 @@ from megacore.hardware import Hardware
 from tasks import _report_charts
 from tasks._report import ReportFacts, write_report
 from tasks._report_charts import layouts_chart
-from tasks._run_history import Attempt
+from tasks._run_history import Attempt, RunHistory
 from tests.tasks.events import EventLog
 
 HOST = Hardware(cores=4, memory=64 * 2**30, cpu_flags=frozenset({"avx512f"}))
@@ -60,7 +60,8 @@ def test_the_page_has_the_chart_below_the_times(
     total = attempt.phases["total"][0]
     log.step(10, ms_per_iteration=total, phase_ms={"forward-compute": total})
     facts = ReportFacts(config, {}, None, "", (), "")
-    page = write_report(tmp_path / "report.html", tmp_path, facts).read_text(encoding="utf-8")
+    report = write_report(tmp_path / "report.html", "run", RunHistory(log.path), facts)
+    page = report.read_text(encoding="utf-8")
     before, after = page.split("<h3>Layouts of these ranks</h3>")
     assert '<div class="charts"' in before.rpartition("<h2>")[2], "it is as wide as the others"
     assert "<h2>Time per iteration</h2>" in before

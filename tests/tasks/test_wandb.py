@@ -17,6 +17,7 @@ import pytest
 from megacore.config import RunConfig
 from megacore.config.train import WandbConfig
 from megacore.errors import ConfigError
+from megacore.observe import events
 from tasks import _wandb
 from tasks._live_run import LiveRun
 from tasks._mlflow import Tracking
@@ -100,6 +101,26 @@ def test_rows_have_the_names_and_numbers_of_mlflow(log: EventLog) -> None:
     }
     by_iteration = {point.key: point.value for point in points_of(step) if point.step == 10}
     assert row_of(step) == {"iteration": 10, "consumed_tokens": 320} | by_iteration
+
+
+def test_a_start_reads_only_the_heads_of_steps_that_were_sent(
+    server: Server,
+    run_directory: Path,
+    config: RunConfig,
+    log: EventLog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for iteration in range(1, 50):
+        log.step(iteration)
+    log.evaluation(49)
+    sender(run_directory, config).finish(failed=True)
+    log.step(50)
+    parsed: list[bytes] = []
+    parse = events._parse
+    monkeypatch.setattr(events, "_parse", lambda *line: parsed.append(line[0]) or parse(*line))
+    sender(run_directory, config).finish()
+    assert server.iterations[-3:] == [("train", 49), ("validation", 49), ("train", 50)]
+    assert len(parsed) == 2, "the evaluation and the new step"
 
 
 def test_repeated_iterations_of_a_resumed_run_are_sent_once(
