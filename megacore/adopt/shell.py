@@ -39,6 +39,13 @@ _NUMBERED = 99
 """Most arguments that are read by their numbers, as `$1`."""
 _PREFIXES = frozenset({"nohup", "time", "exec", "sudo", "env", "numactl", "stdbuf"})
 _SHELLS = frozenset({"bash", "sh", "zsh"})
+_NO_LAUNCH = frozenset(
+    {"echo", "printf", "ls", "cp", "cat", "mv", "rm", "mkdir", "touch", "test", "["}
+)
+"""Commands that start no training, whatever their words are."""
+_LITERAL = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}", re.DOTALL)
+"""Pieces of a word in which braces are not expanded."""
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _JOINED = re.compile(r"(?<=[\w}\"'/.:,=@+%-])\$([A-Za-z_]\w*)(?=[/.:,@+%-])")
 """Variable inside a word, such as `$B` of `$A/$B/c`, at which tree-sitter divides the word."""
@@ -213,13 +220,21 @@ class _Reader:
                 if self.local and source_of(node).startswith(("local", "declare", "typeset")):
                     for local in _declared(node):
                         self.local[-1].setdefault(local, self.variables.values.get(local))
-                if re.match(r"(local|declare|typeset)\s+-\w*i", source_of(node)):
-                    self.integers |= set(_declared(node))
+                integer = re.match(
+                    r"(?:local|declare|typeset)(?:\s+[-+]\w+)*?\s+([-+])\w*i", source_of(node)
+                )
+                if integer is not None:
+                    declared = set(_declared(node))
+                    change = set.union if integer[1] == "-" else set.difference
+                    self.integers = change(self.integers, declared)
                 self._all([c for c in node.named_children if c.type == "variable_assignment"])
             case "unset_command":
                 for unset in source_of(node).split()[1:]:
-                    if unset not in self.script.given:
+                    if "[" in unset:
+                        self._unread(node)
+                    elif unset not in self.script.given:
                         self.variables.values.pop(unset, None)
+                        self.integers.discard(unset)
             case "command":
                 self._command(node)
             case "redirected_statement":
@@ -255,10 +270,23 @@ class _Reader:
                 self._all(node.named_children)
             case _:
                 if _changes(node):
-                    line, shown = node.start_point[0] + 1, source_of(node).split("\n")[0]
-                    self.script.remarks.append(
-                        f"{self.path.name}:{line}: {show_placeholders(shown)} is not read"
-                    )
+                    self._unread(node)
+
+    def _unread(self, node: "Node", shown: str = "") -> None:
+        """Remark once that a statement, or the part `shown` of it, is not read as bash reads it."""
+        shown = shown or source_of(node).split("\n")[0]
+        line = node.start_point[0] + 1
+        remark = f"{self.path.name}:{line}: {show_placeholders(shown)} is not read"
+        if remark not in self.script.remarks:
+            self.script.remarks.append(remark)
+
+    def _expanded(self, node: "Node") -> list[Word]:
+        """Return the words of a node; braces such as `{a,b}` stay, with a remark."""
+        source = source_of(node)
+        braces = _BRACES.search(_LITERAL.sub('""', source)) if "{" in source else None
+        if braces is not None:
+            self._unread(node, f"the brace expansion {source}")
+        return self.expander.words(source, node.start_point[0] + 1)
 
     def _assign(self, node: "Node") -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -267,6 +295,8 @@ class _Reader:
         if source_of(target) in self.script.given:
             return
         name, appends = source_of(target), any(child.type == "+=" for child in node.children)
+        if name == "IFS":
+            self._unread(node)
         line = node.start_point[0] + 1
         values = self.variables.values
         if value is not None and value.type == "array":
@@ -274,8 +304,10 @@ class _Reader:
                 word
                 for child in value.named_children
                 if child.type != "comment"
-                for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+                for word in self._expanded(child)
             ]
+            if any(re.match(r"\[[^]]*\]=", source_of(child)) for child in value.named_children):
+                self._unread(node)
             old = values.get(name, [])
             values[name] = (
                 [*(old if isinstance(old, list) else [old]), *words] if appends else words
@@ -288,7 +320,8 @@ class _Reader:
             else self.expander.one(source_of(value), value.start_point[0] + 1)
         )
         if target.type == "subscript":
-            self._element(source_of(target), text)
+            if not self._element(source_of(target), text):
+                self._unread(node)
             return
         if name in self.integers:
             self._arithmetic(f"{name}{'+=' if appends else '='}{text.text}")
@@ -301,14 +334,18 @@ class _Reader:
             text = Word((*(before.parts if before is not None else ()), *text.parts))
         values[name] = text
 
-    def _element(self, target: str, word: Word) -> None:
-        """Set an element of an array; other arrays, whose keys are texts, have no values."""
+    def _element(self, target: str, word: Word) -> bool:
+        """Set an element of an array; return False if that would leave a gap.
+
+        Other arrays, whose keys are texts, have no values.
+        """
         name, _, index = target.rstrip("]").partition("[")
         old, number = self.variables.values.get(name), self.expander.number(index)
         if isinstance(old, list) and number is not None and 0 <= number <= len(old):
             self.variables.values[name] = [*old[:number], word, *old[number + 1 :]]
-        else:
-            self.variables.values.pop(name, None)
+            return True
+        self.variables.values.pop(name, None)
+        return not isinstance(old, list)
 
     def _arithmetic(self, text: str) -> None:
         """Apply an assignment of `(( … ))` or `let`; other expressions change nothing."""
@@ -381,8 +418,10 @@ class _Reader:
             if item.type != "case_item" or word is None:
                 continue
             values = item.children_by_field_name("value")
-            patterns = [source_of(child).strip("\"'") for child in values]
-            if falls or any(fnmatch.fnmatchcase(word, pattern) for pattern in patterns):
+            patterns = [self.expander.one(source_of(child), 0) for child in values]
+            if any(pattern.unknown for pattern in patterns) and _changes(item):
+                self._unread(item)
+            if falls or any(fnmatch.fnmatchcase(word, pattern.text) for pattern in patterns):
                 self._all([child for child in item.named_children if child not in values])
                 ending = item.children[-1].type
                 falls = ending == ";&"
@@ -396,7 +435,7 @@ class _Reader:
         words = [
             word
             for child in node.children_by_field_name("value")
-            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+            for word in self._expanded(child)
         ]
         for word in words[:_MOST_ROUNDS]:
             if not word.unknown:
@@ -503,12 +542,18 @@ class _Reader:
         return None
 
     def _words(self, node: "Node") -> list[Word]:
+        name = node.child_by_field_name("name")
+        is_plain = name is not None and source_of(name) in _NO_LAUNCH
         return [
             word
             for child in node.named_children
             if child.type
             not in ("variable_assignment", "file_redirect", "herestring_redirect", "comment")
-            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+            for word in (
+                self.expander.words(source_of(child), child.start_point[0] + 1)
+                if is_plain
+                else self._expanded(child)
+            )
         ]
 
     def _read(self, node: "Node", prefixes: "list[Node]") -> None:
@@ -521,9 +566,13 @@ class _Reader:
         names = [word for word in words if not word.startswith("-")]
         if text is None or not names:
             return
+        if any(re.fullmatch(r"-[aers]+", word) is None for word in words if word[:1] == "-"):
+            self._unread(node)
         signs = "".join(source_of(each)[4:] for each in prefixes if source_of(each)[:4] == "IFS=")
         signs = self.expander.one(signs, 0).text
         if signs.strip():
+            if len(signs) > 1 or re.search(r"\s", text.text.strip()):
+                self._unread(node)
             parts = [replace(part, text=part.text.replace(signs, " ")) for part in text.parts]
             text = Word(tuple(parts))
         fields = list(text.fields())
@@ -551,6 +600,8 @@ class _Reader:
         if name is not None and source_of(name) == "read":
             self._read(node, prefixes)
             return
+        if name is not None and source_of(name) in ("mapfile", "readarray"):
+            self._unread(node)
         before = dict(self.variables.values)
         for prefix in prefixes:
             self._assign(prefix)
@@ -686,9 +737,11 @@ class _Reader:
         self._number(arguments)
         self.depth += 1
         self.local.append({})
+        integers = set(self.integers)
         with contextlib.suppress(_ReturnError):
             self._statement(self.functions[name])
         self.depth -= 1
+        self.integers = integers
         for key, value in (saved | self.local.pop()).items():
             self._restore(key, value)
 
@@ -761,7 +814,7 @@ def _replaced(text: str, old: str, new: str, everywhere: bool) -> str:
 def _launch(words: list[Word]) -> Launch | None:
     """Return the start of a Python program in a command; None if there is none."""
     texts = [word.text for word in words]
-    if texts[:1] and texts[0] in ("echo", "printf", "ls", "cp", "cat", "mv", "rm", "test", "["):
+    if texts[:1] and texts[0] in _NO_LAUNCH:
         return None
     for position, text in enumerate(texts):
         if text.endswith(".py") and not text.startswith("-"):

@@ -21,7 +21,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: lambda left, right: int(left / right) if abs(left) < 2**53 else left // right,
-    ast.Mod: operator.mod,
+    ast.Mod: lambda left, right: (-1 if left < 0 else 1) * (abs(left) % abs(right)),
     ast.Pow: operator.pow,
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
@@ -481,6 +481,8 @@ def _changed(text: str, rest: str) -> str | None:
     ):
         if rest.startswith(mark):
             pattern = rest[len(mark) :].strip("\"'")
+            if set("$`\\") & set(pattern):
+                return None
             sizes = range(len(text) + 1)
             for size in reversed(sizes) if longest else sizes:
                 affix = text[len(text) - size :] if ends else text[:size]
@@ -490,6 +492,8 @@ def _changed(text: str, rest: str) -> str | None:
     if rest.startswith("/"):
         everywhere = rest.startswith("//")
         old, _, new = rest.lstrip("/").partition("/")
+        if set("$`\\*?[\"'") & set(rest) or old[:1] in ("#", "%"):
+            return None
         return text.replace(old, new) if everywhere else text.replace(old, new, 1)
     return None
 

@@ -33,6 +33,16 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
             "A=x/y.json\npython t.py ${A##*/} ${A%.json} ${A/x/z} ${#A}",
             ["y.json", "x/y", "z/y.json", "8"],
         ),
+        ("python t.py $((-7 % 3)) $((7 % -3)) $((-7 / 3))", ["-1", "1", "-2"]),
+        ("P=ab\ncase ab in $P) X=1;; *) X=2;; esac\npython t.py $X", ["1"]),
+        ("declare -i A=2+3\nunset A\nA=2+3\npython t.py $A", ["2+3"]),
+        ("declare -x -i A=2+3\npython t.py $A", ["5"]),
+        ("declare -i A=1\ndeclare +i A\nA=2+3\npython t.py $A", ["2+3"]),
+        ("f() { local -i A=2*3; }\nf\nA=2*3\npython t.py $A", ["2*3"]),
+        (
+            "A=b\nB=ab\npython t.py ${B%$A} ${B/a*/X} ${B/#a/X}",
+            ["${B%$A}", "${B/a*/X}", "${B/#a/X}"],
+        ),
         ("python t.py --a \\\n  1 \\\n  --b 2 # comment", ["--a", "1", "--b", "2"]),
         ("if [ $# -gt 0 ]; then A=1; else A=2; fi\npython t.py $A", ["2"]),
         ('A=true\nif [[ "$A" == "true" && 1 -lt 2 ]]; then B=1; fi\npython t.py $B', ["1"]),
@@ -142,6 +152,32 @@ def test_sourced_and_called_scripts_see_the_variables(tmp_path: Path) -> None:
 def test_a_called_script_sees_the_variables_of_its_command(tmp_path: Path, call: str) -> None:
     (tmp_path / "run.sh").write_text("python t.py ${A:-1}")
     assert words_of(tmp_path, f"{call}\n") == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("python t.py x{a,b}.bin", "the brace expansion x{a,b}.bin"),
+        ("for i in {1..3}; do B=$i; done", "the brace expansion {1..3}"),
+        ("B=({1..3})", "the brace expansion {1..3}"),
+        ("unset A[1]", "unset A[1]"),
+        ("A[5]=y", "A[5]=y"),
+        ("B=([2]=z [0]=x)", "B=([2]=z [0]=x)"),
+        ("IFS=,", "IFS=,"),
+        ('IFS=, read -r B C <<< "x y,2"', 'IFS=, read -r B C <<< "x y,2"'),
+        ('read -d "" B <<< "1 2"', 'read -d "" B <<< "1 2"'),
+        ('mapfile -t B <<< "1"', 'mapfile -t B <<< "1"'),
+        ("case q in $(hostname)) B=1;; esac", "$(hostname)) B=1;;"),
+    ],
+)
+def test_what_bash_reads_differently_is_named(tmp_path: Path, line: str, shown: str) -> None:
+    script = script_of(tmp_path, f"A=(x y z)\n{line}\npython t.py")
+    assert script.remarks == [f"train.sh:2: {shown} is not read"]
+
+
+def test_braces_that_bash_keeps_are_no_brace_expansion(tmp_path: Path) -> None:
+    text = 'mkdir -p out/{a,b}\npython t.py \'{"a":1,"b":2}\' "{a,b}" ${A:-x,y} {a} {} \\{a,b}'
+    assert script_of(tmp_path, text).remarks == []
 
 
 def test_a_statement_that_is_not_read_is_named(tmp_path: Path) -> None:
