@@ -433,9 +433,7 @@ class _Reader:
         if variable is None or body is None:
             return
         words = [
-            word
-            for child in node.children_by_field_name("value")
-            for word in self._expanded(child)
+            word for child in node.children_by_field_name("value") for word in self._expanded(child)
         ]
         for word in words[:_MOST_ROUNDS]:
             if not word.unknown:
