@@ -15,6 +15,7 @@ from megacore.checkpoint.spec import read_spec
 from megacore.compare.models import config_token_findings
 from megacore.compare.side import open_sides
 from megacore.convert import load_model, open_export
+from megacore.convert.hf import directory as hf_directory
 from megacore.convert.hf.directory import HfTensors
 from megacore.convert.hf.forms import FORMS
 from megacore.convert.imported import import_model, open_from_hf
@@ -562,6 +563,15 @@ def test_an_unreadable_file_is_refused_with_its_reason(
         ConversionError, match=r"safetensors cannot be read \(Permission denied\): make it readable"
     ):
         HfTensors(gpt2, FORMS["gpt2"], key_map)
+
+
+def test_scales_of_quantized_weights_are_refused_as_such(
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = "transformer.h.0.mlp.c_fc.weight_scale_inv"
+    monkeypatch.setattr(hf_directory, "tensor_readers", lambda _: {scale: lambda: torch.ones(1)})
+    with pytest.raises(ConversionError, match=r"weight_scale_inv: its weights are quantized"):
+        HfTensors(gpt2, FORMS["gpt2"], FORMS["gpt2"].key_map(tiny_spec("gpt2")))
 
 
 def test_an_output_that_cannot_be_created_is_refused(gpt2: Path) -> None:

@@ -99,6 +99,11 @@ class HfTensors(Mapping[str, Tensor]):
             known = form.name_on_disk(name, table.their_shapes)
             if known is None:
                 continue
+            if known.endswith(("weight_scale", "weight_scale_inv")):
+                raise ConversionError(
+                    f"{directory} has {known}: its weights are quantized, and are multiplied by "
+                    "scales: save the model without quantization"
+                )
             if known in self._readers:
                 raise ConversionError(
                     f"{directory} has {on_disk[known]} and {name}, which are both {known}"
