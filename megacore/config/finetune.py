@@ -183,7 +183,7 @@ class FinetuneLaunchConfig(LaunchConfig):
     """Distribution of the training state. ddp: each rank has all of it; zero2: optimizer state and
     gradients are divided among the ranks; zero3: weights too; zero3-offload: like zero3, with all
     of it in host memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's. fsdp: like zero3, with
-    PyTorch's FSDP 2, for classification and causal_lm. It is part of the run's key, because one
+    PyTorch's FSDP 2, not for encoder-decoders. It is part of the run's key, because one
     distribution cannot read another's checkpoints."""
     accelerate_config: str | dict[str, Any] | None = unkeyed(None)
     """Path or content of the YAML written by `accelerate config`, from which ranks, distribution

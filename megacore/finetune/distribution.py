@@ -198,6 +198,41 @@ def fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
     return {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"} | settings
 
 
+def choose_fsdp_layers(accelerator: "Accelerator", model: Any) -> None:
+    """Divide the model by the layers that transformers names, without those around its embedding.
+
+    Accelerate makes the input embedding a unit of its own and fails if a layer that contains it,
+    such as BERT's embeddings, is a unit too. It also fails for a layer that the model lacks:
+    transformers names those of all models of a family.
+
+    Raises ConfigError for an encoder-decoder, and for a layer around the embedding in Accelerate's
+    YAML.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"launch.distributed is fsdp and the model is {type(model).__name__}, whose encoder "
+            "and decoder share an embedding, which torch's FSDP 2 refuses: set launch.distributed "
+            "to zero3"
+        )
+    plugin: Any = accelerator.state.fsdp_plugin
+    configured, embedding = plugin.transformer_cls_names_to_wrap, model.get_input_embeddings()
+    present, around = set(), set()
+    for module in model.modules():
+        present.add(type(module).__name__)
+        if module is not embedding and any(inner is embedding for inner in module.modules()):
+            around.add(type(module).__name__)
+    refused = sorted(around.intersection(configured or ()))
+    if refused:
+        raise ConfigError(
+            "fsdp_config.fsdp_transformer_layer_cls_to_wrap of launch.accelerate_config names "
+            f"{refused[0]}, which contains the input embedding of {type(model).__name__}, a unit "
+            "of its own: leave it out"
+        )
+    if configured is None:
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        plugin.transformer_cls_names_to_wrap = sorted((layers & present) - around)
+
+
 def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> None:
     """Make the Trainer build DeepSpeed's engine from complete, checked settings."""
     from accelerate.utils import DeepSpeedPlugin

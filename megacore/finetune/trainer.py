@@ -13,7 +13,11 @@ from torch import nn
 
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import CheckpointError, ConfigError, LossError
-from megacore.finetune.distribution import check_distribution, training_arguments
+from megacore.finetune.distribution import (
+    check_distribution,
+    choose_fsdp_layers,
+    training_arguments,
+)
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.resolve import Schedule
 from megacore.finetune.task import FinetuneTask, rows_of, token_count
@@ -268,6 +272,8 @@ def prepare(
         train_dataset=rows,
     )
     check_distribution(trainer.accelerator, config, device)
+    if config.launch.distributed == "fsdp":
+        choose_fsdp_layers(trainer.accelerator, model)
     return trainer
 
 

@@ -79,7 +79,6 @@ FSDP_HONOURED = {
     "fsdp_offload_params": "cpu_offload",
     "fsdp_auto_wrap_policy": "auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params": "min_num_params",
 }
 """Keys of fsdp_config and their names in transformers' Trainer. Apart from them, only resharding
 after a forward pass and activation checkpointing are read. The other keys do not change the
@@ -242,6 +241,11 @@ def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
         raise ValueError(
             f"fsdp_config.fsdp_activation_checkpointing_offload of {name} is true, which is "
             "refused: what is kept for backward stays where it is, set it to false"
+        )
+    if values.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP":
+        raise ValueError(
+            f"fsdp_config.fsdp_auto_wrap_policy of {name} is SIZE_BASED_WRAP, which is refused: "
+            "torch's FSDP 2 cannot wrap a list of layers, use TRANSFORMER_BASED_WRAP or NO_WRAP"
         )
     settings = {
         trainer_name: values[accelerate_name]

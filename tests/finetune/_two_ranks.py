@@ -34,6 +34,7 @@ DECAY["params"] |= {"total_num_steps": "auto", "warmup_type": "linear"}
 KINDS = ("ddp", "zero2", "zero3", "fsdp")
 DISTRIBUTED = {
     "deberta": ("ddp", "zero2", "zero3", "fsdp"),
+    "bert": ("ddp", "fsdp"),
     "blenderbot": ("ddp", "zero2", "zero3"),
     "xlnet": ("ddp", "zero2"),
     "head": ("ddp", "zero3"),

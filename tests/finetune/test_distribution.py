@@ -3,7 +3,8 @@
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megacore.errors import ConfigError, LaunchError
 from megacore.finetune.distribution import (
     check_precision,
+    choose_fsdp_layers,
     deepspeed_json,
     fsdp_settings,
     training_arguments,
@@ -67,6 +69,7 @@ def test_bf16_trains_like_fp32(rank_results: list[dict[str, Any]], kind: str) ->
         ("deberta", "zero2"),
         ("deberta", "zero3"),
         ("deberta", "fsdp"),
+        ("bert", "fsdp"),
         ("blenderbot", "zero2"),
         ("blenderbot", "zero3"),
     ],
@@ -300,6 +303,36 @@ def test_fsdp_with_one_rank_or_fp16_is_refused(
             total_steps=1,
             directory=tmp_path,
         )
+
+
+def fsdp_layers(model: Any, configured: list[str] | None = None) -> list[str]:
+    """Return the layers of a model that FSDP divides it by."""
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=configured)
+    choose_fsdp_layers(cast(Any, SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))), model)
+    layers: list[str] = plugin.transformer_cls_names_to_wrap
+    return layers
+
+
+def test_fsdp_leaves_layers_around_the_embedding_and_those_of_other_models_out() -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 9, "pad_token_id": 0}
+    sizes |= {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+    assert fsdp_layers(bert) == ["BertLayer"]
+    esm = transformers.EsmForSequenceClassification(transformers.EsmConfig(**sizes))
+    assert fsdp_layers(esm) == ["EsmLayer"]
+    assert fsdp_layers(bert, ["BertAttention"]) == ["BertAttention"]
+    with pytest.raises(ConfigError, match="names BertEmbeddings, which contains the input embed"):
+        fsdp_layers(bert, ["BertLayer", "BertEmbeddings"])
+
+
+def test_fsdp_refuses_an_encoder_decoder() -> None:
+    from transformers import T5Config, T5ForSequenceClassification
+
+    config = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ConfigError, match=r"fsdp .* T5ForSequenceClassification, .* to zero3"):
+        fsdp_layers(T5ForSequenceClassification(config))
 
 
 def test_other_distribution_than_configured_is_refused(

@@ -517,6 +517,10 @@ def test_an_fsdp_block_is_read_by_accelerates_definition() -> None:
             "is HYBRID_SHARD, which is refused: use FULL_SHARD or SHARD_GRAD_OP",
         ),
         (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000},
+            "is SIZE_BASED_WRAP, which is refused: torch's FSDP 2 cannot wrap a list of layers",
+        ),
+        (
             {"fsdp_activation_checkpointing_offload": True},
             "fsdp_activation_checkpointing_offload of accelerate.yaml is true, which is refused",
         ),
