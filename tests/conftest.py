@@ -1,8 +1,10 @@
 """Fixtures that the tests of all packages share; it imports nothing heavy."""
 
 import fcntl
+import gc
 import os
 import pickle
+import re
 import signal
 import sys
 from collections import Counter
@@ -38,9 +40,42 @@ _LONGEST = (
 """Directories whose files run first, so that no worker is left with a long file at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files by the time that they take."""
+_SLOW = re.compile(r"slow|\branks: ", re.IGNORECASE)
+"""Text of the files with slow tests: they name the mark, or take the fixture `ranks`."""
+OVERLOOKED = pytest.StashKey[list[Path]]()
+"""Collected files with slow tests but without that text, which `-m slow` leaves out."""
+
+
+def _may_have_slow_tests(path: Path) -> bool:
+    return _SLOW.search(path.read_text(encoding="utf-8")) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files without slow tests where only those run.
+
+    Each worker of pytest-xdist would import them all.
+    """
+    if config.option.markexpr != "slow" or not collection_path.match("test_*.py"):
+        return None
+    return None if _may_have_slow_tests(collection_path) else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all files without the garbage collector, which finds nothing there."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the files by the time that they take, before a mark deselects some."""
     items.sort(key=lambda item: _rank_of_directory(item.path))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    config.stash[OVERLOOKED] = sorted(path for path in slow if not _may_have_slow_tests(path))
 
 
 def _rank_of_directory(path: Path) -> int:

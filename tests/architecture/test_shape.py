@@ -8,6 +8,7 @@ import pytest
 
 from megacore.artifact.workspace import FOLDERS
 from tests.architecture._source import ROOT, python_files, repository_files, tree
+from tests.conftest import OVERLOOKED
 
 TOP_LEVEL = {
     "directories": {
@@ -165,6 +166,11 @@ def test_test_folders_mirror_the_packages() -> None:
     } | TEST_FOLDERS_WITHOUT_PACKAGE
     folders = {path.parts[1] for path in python_files("tests") if len(path.parts) > 2}
     assert folders - packages == set()
+
+
+def test_slow_tests_are_collected_where_only_they_run(pytestconfig: pytest.Config) -> None:
+    """`make test`, which collects all files, checks all of them."""
+    assert not pytestconfig.stash[OVERLOOKED], "extend _SLOW in tests/conftest.py"
 
 
 def test_files_name_no_author_paths_package_indexes_or_merge_markers() -> None:
