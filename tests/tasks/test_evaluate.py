@@ -263,7 +263,7 @@ def test_report_has_a_row_for_each_checkpoint_and_names_the_best(tmp_path: Path)
     (tmp_path / UNIGRAM).mkdir()
     write_json(tmp_path / UNIGRAM / module.SCORE, {"valid": 5.0, "test": 6.0})
     unigram = artifact("unigram").model_copy(update={"path": str(tmp_path / UNIGRAM)})
-    report = module._report(unigram, rows)
+    report = module.perplexity_report(unigram, rows)
     assert [row["checkpoint"] for row in report["checkpoints"]] == ["iter_0000001", "iter_0000002"]
     assert module.best_row(report)["checkpoint"] == "iter_0000002"
     assert report["unigram"] == {"valid": 5.0, "test": 6.0}
