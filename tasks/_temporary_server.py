@@ -76,6 +76,9 @@ _RECORD = re.compile(rb"(?m)^(?=\d\d:\d\d:\d\d\.\d{3} \| )")
 """Start of a record in the log of Prefect's server."""
 _RESULTS = (b"Traceback", b"Application startup failed")
 """Texts of records that repeat an error of the database."""
+_TRIED_AGAIN = (b"Failed in consume_loop", b"database is locked")
+"""Texts of a record on an event that an automation counts while another service writes: Prefect
+counts it up to three times more."""
 _POLL = 0.05
 _RECORD_PAUSE = 0.3
 """Seconds without output after which a record is complete."""
@@ -417,6 +420,8 @@ class _ServerOutput:
                     self._write(each, database)
 
     def _write(self, record: bytes, database: Path) -> None:
+        if all(each in record for each in _TRIED_AGAIN):
+            return
         fault = database_fault("Prefect", database, record.decode("utf-8", errors="replace"))
         if fault is not None:
             record = b"" if self.met_within(_CURRENT) else f"warning: {fault}\n".encode()

@@ -310,6 +310,10 @@ def test_error_of_prefects_database_is_one_sentence_and_not_retried(
     assert capfd.readouterr().err == "12:00:00.001 | WARNING | prefect - something else\n"
 
 
+LOCKED = (
+    b"12:00:00.000 | ERROR   | prefect.server.utilities.messaging.memory - Failed in consume_loop\n"
+    b"Traceback ...\nsqlite3.OperationalError: database is locked\n"
+)
 FULL = b"ERROR - Traceback ...\nsqlite3.OperationalError: database or disk is full\n"
 OTHER = b"ERROR - Traceback ...\nKeyError: 3\n"
 
@@ -328,6 +332,7 @@ def test_problem_of_the_database_is_forgotten_and_hides_no_other_error(
         return capfd.readouterr().err
 
     assert shown(OTHER) == OTHER.decode()
+    assert shown(LOCKED) == "", "Prefect tries it again"
     assert database_problem() is None
     assert shown(FULL).startswith("warning: Prefect cannot write its database ")
     assert shown(OTHER) == shown(FULL) == "", "a result of the first, and a repetition"
