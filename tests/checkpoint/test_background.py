@@ -406,7 +406,7 @@ def run(moment):
     saver.save(1, tensors, {}, validation_loss=None)
     saver.wait()
     if moment == "exit":
-        save._publish = lambda *args: time.sleep(60)
+        save._publish = lambda *args: time.sleep(600)
     else:
         original = getattr(save, moment)
         def die(*args):
@@ -428,16 +428,14 @@ for moment in sys.argv[2:]:
 
 
 def test_a_killed_save_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
-    began = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", KILLED_SAVES, str(tmp_path), *MOMENTS],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,  # far less than the save lasts that the exit does not wait for
     )
     codes = dict(line.split() for line in result.stdout.splitlines())
     assert codes == dict.fromkeys(MOMENTS, str(-signal.SIGKILL)) | {"exit": "5"}, result.stderr
-    assert time.monotonic() - began < 45, "the process waited for its save at exit"
     for moment, published in MOMENTS.items():
         root = tmp_path / moment
         visible = {"iter_0000001": 1.0} | ({"iter_0000002": 2.0} if published else {})
