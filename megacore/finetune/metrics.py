@@ -43,8 +43,8 @@ def classification_metrics(
 ) -> dict[str, float]:
     """Compute the named metrics over all predictions of a split.
 
-    With two classes f1 is that of class 1, as in GLUE, otherwise the mean over all classes (macro).
-    A correlation with constant predictions or labels is 0.
+    With two classes f1 is that of class 1, as in GLUE, otherwise the mean over the classes that
+    occur in labels or predictions (macro). A correlation with constant predictions or labels is 0.
     """
     return {name: _classification(name, predictions, labels, classes) for name in names}
 
