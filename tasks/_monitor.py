@@ -27,6 +27,10 @@ from tasks._perplexity import PerplexityTable
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
 """Start of a wide log line, which follows the host's name when there are several hosts."""
+STORED_LINES = 2000
+"""Number of wide lines of an attempt that Prefect stores; of later ones, a few a minute."""
+STORED_PER_MINUTE = 4
+"""A month of them takes 100 MB of Prefect's database; two lines a second would take 3 GB."""
 ARTIFACT_INTERVAL = 5.0
 """Seconds between updates of the progress artifact."""
 _LONGEST_STOP = 5.0
@@ -140,7 +144,8 @@ class TrainingMonitor:
         `train_iters` is the last iteration, or None to take it from the events. `send` sends the
         events since its last call to MLflow, without waiting.
         """
-        self.log = LogTail(log, get_run_logger().info)
+        self.log = LogTail(log, self._emit)
+        self._wide_lines, self._minute, self._in_minute = 0, 0.0, 0
         self.events = events
         self.train_iters = train_iters
         self.send = send
@@ -197,6 +202,25 @@ class TrainingMonitor:
                     error,
                 )
         self.send()
+
+    def _emit(self, line: str) -> None:
+        wide = _WIDE.match(line) is not None
+        stored = not wide or self._may_store(time.monotonic())
+        get_run_logger().info(line, extra={"send_to_api": stored})
+        if wide and self._wide_lines == STORED_LINES:
+            get_run_logger().info(
+                "Prefect stores at most %d lines on steps a minute from here on; all are in %s",
+                STORED_PER_MINUTE,
+                self.log.path,
+            )
+
+    def _may_store(self, now: float) -> bool:
+        """Return True if Prefect may store the next wide line, and count it."""
+        self._wide_lines += 1
+        if now >= self._minute + 60:
+            self._minute, self._in_minute = now, 0
+        self._in_minute += 1
+        return self._wide_lines <= STORED_LINES or self._in_minute <= STORED_PER_MINUTE
 
     def _read(self) -> None:
         self.log.poll()

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,33 @@ def test_progress_shows_an_event_without_a_loss(
         events.write_text(f'{{"kind": "start", "iteration": 0}}\n{step}\n')
         monitor.poll()
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
+
+
+def test_prefect_stores_some_lines_of_a_long_training_and_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(_monitor, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_monitor, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_monitor, "STORED_LINES", 10)
+    log = tmp_path / "log"
+    log.touch()
+    monitor = _monitor.TrainingMonitor(log, tmp_path / "events.jsonl", None, lambda: None)
+    with caplog.at_level(logging.INFO, "test"):
+        for step in range(120):  # one a second
+            now += 1.0
+            with log.open("a") as file:
+                file.write(f" [12:00:00] iteration {step} | lm loss: 4.0 |\ntime (ms) | all: 9.0\n")
+                file.write("saved checkpoint\n" * (step == 100))
+            monitor.poll()
+    stored = [
+        record.getMessage() for record in caplog.records if vars(record).get("send_to_api", True)
+    ]
+    assert len(caplog.records) == 242, "the terminal and handlers of the user have all lines"
+    assert "saved checkpoint" in stored
+    assert f"from here on; all are in {log}" in stored[10]
+    steps = [int(line.split()[2]) for line in stored if "iteration" in line]
+    assert steps == [0, 1, 2, 3, 4, 59, 60, 119]
 
 
 def test_an_unreadable_file_is_one_warning_and_the_display_continues(
