@@ -162,7 +162,8 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
     The checkpoints are known when the training is finished (`trained`). Before that, one row of
     each kind stands for all of them.
     """
-    data, kept = _planned_data(config), tuple[Target, ...]()
+    data = _planned_data(config)
+    kept: tuple[Target, ...] = ()
     if trained is not None:
         with kept_checkpoints(trained.directory) as kept:
             pass  # only their names and digests are needed

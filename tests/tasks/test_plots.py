@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from tasks._plots import Curve, plot_run, short_count
+from tasks._plots import MOST_POINTS, Curve, plot_run, plot_smoothed, short_count
 from tasks._run_history import RunHistory
 from tests.tasks.events import EventLog
 
@@ -21,6 +22,21 @@ def test_curves_contain_the_first_report_of_an_iteration(log: EventLog) -> None:
     assert history.by_iteration("train_loss") == Curve([10, 20], [4.0, 3.0])
     assert history.by_iteration("valid_loss") == Curve([20], [2.0])
     assert history.tokens_at([20]) == 640
+
+
+def test_the_first_step_event_of_an_iteration_counts_as_a_whole(log: EventLog) -> None:
+    """MLflow takes it so, too: its curves and those of the report are the same."""
+    log.write("step", 10, lm_loss=4.0, lr=None, consumed_tokens=320)
+    log.write("step", 10, lm_loss=3.0, lr=0.1, consumed_tokens=320)
+    history = RunHistory(log.path)
+    assert history.by_iteration("train_loss") == Curve([10], [4.0])
+    assert history.by_iteration("lr") == Curve([], [])
+
+
+def test_a_long_curve_is_drawn_with_a_limited_number_of_points() -> None:
+    axes = Figure().add_subplot()
+    plot_smoothed(axes, Curve([*range(9_000)], [1.0, 2.0] * 4_500), "loss")
+    assert [len(line.get_xdata()) for line in axes.lines] == [MOST_POINTS] * 2
 
 
 @pytest.mark.parametrize(("iterations", "evaluations"), [(0, 0), (1, 0), (3, 1), (500, 10)])
