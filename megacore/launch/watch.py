@@ -58,13 +58,17 @@ class RankWatch:
         elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start to watch the heartbeats in `directory`, the job's `exit_directory`.
+        """Start to watch the heartbeats in `directory`.
 
-        Args: directory: the job's `exit_directory`. stall_limit: seconds without a change after
-        which a rank is stalled; None means never. ranks: number of ranks expected to write a
-        heartbeat; None means that ranks without one are not watched. only: ranks to watch, all
-        expected to write a heartbeat; None means all. elsewhere: True if agents watch all ranks,
-        and should report first. clock: monotonic clock in seconds.
+        Args:
+            directory: the job's `exit_directory`.
+            stall_limit: seconds without a change after which a rank is stalled; None means never.
+            ranks: number of ranks expected to write a heartbeat; None means that ranks without one
+                are not watched.
+            only: ranks to watch, all expected to write a heartbeat; None means all.
+            elsewhere: True if agents watch all ranks, including those of this host, and should
+                report first.
+            clock: monotonic clock in seconds.
         """
         self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
         self._only, self._elsewhere = only, elsewhere

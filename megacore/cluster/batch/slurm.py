@@ -38,7 +38,7 @@ _EXPORTED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "LD_LIBRARY_PATH"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH"),
     *("MODULE*", "LMOD_*", "LOADEDMODULES", "_LMFILES_", "BASH_FUNC_*", "SLURM_CONF"),
-    *("SBATCH_*",),
+    "SBATCH_*",
 )
 """Variables of this process that the batch script gets; the ranks' variables are in the
 specification."""
@@ -316,15 +316,20 @@ def submit_until_answered(
 ) -> Submission:
     """Submit a job, again if the controller does not answer; return the submission with its id.
 
-    Args: submission: the first submission. attempt: function that records a submission and calls
-    sbatch for it. remove: function that cancels the job of a submission that was not confirmed. The
-    controller may nevertheless start it, so the next submission has another token. say: function
-    that shows a sentence. stopped: function that returns True if this process must end: nothing is
-    submitted again. what: what is submitted, for messages. advice: what to do if sbatch refuses it.
-    again: verb phrase on the same command later, to follow a subject.
+    Args:
+        submission: the first submission.
+        attempt: function that records a submission and calls sbatch for it.
+        remove: function that cancels the job of a submission that was not confirmed. The controller
+            may nevertheless start it, so the next submission has another token.
+        say: function that shows a sentence.
+        stopped: function that returns True if this process must end: nothing is submitted again.
+        what: what is submitted, for messages.
+        advice: what to do if sbatch refuses it.
+        again: verb phrase on the same command later, to follow a subject.
 
-    Raises LaunchError if sbatch refused the job, the controller did not answer several times or to
-    the cancellation, or this process must end.
+    Raises:
+        LaunchError: sbatch refused the job, the controller did not answer several times or to the
+            cancellation, or this process must end.
     """
     cause: LaunchError | None = None
     for tries in range(1, _SUBMISSIONS + 1):

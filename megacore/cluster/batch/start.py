@@ -26,7 +26,7 @@ PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": 
 _NOT_TO_FOLLOW = (
     *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap"),
     *("--test-only", "-Q", "--quiet", "-J", "--job-name", "-M", "--clusters"),
-    *("--open-mode",),
+    "--open-mode",
 )
 """Options of sbatch that are refused: with them the job or its output could not be found."""
 _PLACEHOLDER = "00000000"
