@@ -57,8 +57,18 @@ def options(
 
 
 for command in (
-    *(init, adopt, runs, stop, clean, plan),
-    *(doctor, inspect, verify, compare, generate, evaluate),
+    init,
+    adopt,
+    runs,
+    stop,
+    clean,
+    plan,
+    doctor,
+    inspect,
+    verify,
+    compare,
+    generate,
+    evaluate,
 ):
     app.command()(command)
 app.command("import")(import_)

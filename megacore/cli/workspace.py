@@ -39,8 +39,15 @@ def runs(workspace: WorkspaceOption = None) -> None:
         return
     table = Table()
     for column in (
-        *("name", "state", "step", "valid PPL", "test PPL"),
-        *("best", "size", "updated", "path"),
+        "name",
+        "state",
+        "step",
+        "valid PPL",
+        "test PPL",
+        "best",
+        "size",
+        "updated",
+        "path",
     ):
         table.add_column(column, overflow="fold", no_wrap=column != "path")
     for row in rows:

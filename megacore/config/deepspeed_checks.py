@@ -204,7 +204,11 @@ SAME_IN_FP16 = {key: f"optim.loss_scale.{field}" for field, key in LOSS_SCALE.it
 """Like SAME, for keys that apply only with precision fp16."""
 _COMPARED = (
     *SAME,
-    *("gradient_accumulation_steps", "fp16.", "bf16.enabled", "optimizer.", "scheduler."),
+    "gradient_accumulation_steps",
+    "fp16.",
+    "bf16.enabled",
+    "optimizer.",
+    "scheduler.",
 )
 
 

@@ -15,8 +15,14 @@ from megacore.redact import redact_values
 
 _TOKENS: frozenset[Stage] = frozenset(
     [
-        *("collect", "curate", "decontaminate", "tokenizer", "punkt"),
-        *("tokenize", "tokenize-shard", "blend"),
+        "collect",
+        "curate",
+        "decontaminate",
+        "tokenizer",
+        "punkt",
+        "tokenize",
+        "tokenize-shard",
+        "blend",
     ]
 )
 """Stages that produce the tokens. Within a run they are equal, because the run's key includes their

@@ -45,7 +45,11 @@ _ENDED = {"Succeeded", "Failed"}
 _LABEL = "jobset.sigs.k8s.io/jobset-name"
 _NO_IMAGE = {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
 _LOST_WITH_NODE = {
-    *("NodeLost", "NodeShutdown", "Shutdown", "DeletionByTaintManager", "DeletionByPodGC")
+    "NodeLost",
+    "NodeShutdown",
+    "Shutdown",
+    "DeletionByTaintManager",
+    "DeletionByPodGC",
 }
 _UNANSWERED = re.compile(
     "unable to connect to the server|was refused|connection (?:refused|reset by peer)|i/o timeout|"
