@@ -301,15 +301,23 @@ class ShuffleOnExit:
             return
         try:
             if kind is None:
-                dataset = IndexedDataset(self._folder / "tokens")
-                order = np.arange(dataset.documents)
-                np.random.RandomState(self._seed).shuffle(order)
-                with IndexedDatasetWriter(self._prefix, dataset.dtype) as writer:
-                    permute(dataset, order, writer)
+                self._permute(self._seed)
                 with workspace_errors(self._folder):
                     shutil.rmtree(self._folder)  # a file that stays would be in the artifact
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _permute(self, seed: int) -> None:
+        """Write the final files, and close the memory maps of the first ones.
+
+        NFS keeps a deleted file that is still mapped as .nfs… in its folder, which then cannot be
+        removed.
+        """
+        dataset = IndexedDataset(self._folder / "tokens")
+        order = np.arange(dataset.documents)
+        np.random.RandomState(seed).shuffle(order)
+        with IndexedDatasetWriter(self._prefix, dataset.dtype) as writer:
+            permute(dataset, order, writer)
 
 
 def _look_ahead(blocks: Iterator[Block]) -> tuple[list[str], Iterable[Block]]:
