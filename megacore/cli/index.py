@@ -1,17 +1,14 @@
 """`megacore index`: index maps of token files, in the sample order of Megatron core."""
 
-import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
 from megacore.cli._options import VariadicCommand
-from megacore.errors import ConfigError, WorkspaceError
+from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
     from megacore.data.index_options import Mixture, SentenceOptions
@@ -89,6 +86,7 @@ def index(
 
     They determine the samples, their order and the blend of data sets.
     """
+    from megacore.artifact.files import staged
     from megacore.config.data import DEFAULT_SPLIT
     from megacore.data.index_maps import build_index_maps
     from megacore.data.index_options import IndexOptions
@@ -113,7 +111,7 @@ def index(
     samples = _sample_counts(split, (train_samples, valid_samples, test_samples))
     _check_weights_count(mixture, samples)
     build = build_index_maps if kind == "gpt" else build_sentence_maps
-    with _new_directory(output) as directory:
+    with staged(output) as directory:
         counts = build(mixture, directory, options, samples)
     for name, entry in counts.items():
         sys.stdout.write(f"{name}: {_summary(entry)}\n")
@@ -157,7 +155,9 @@ def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) ->
 
     Without a count every sample is taken, so the weights would have no effect.
     """
-    for name, count in zip(("train", "valid", "test"), samples, strict=True):
+    from megacore.data.index_options import SPLIT_NAMES
+
+    for name, count in zip(SPLIT_NAMES, samples, strict=True):
         members = getattr(mixture, name)
         if count is None and len(members) > 1 and members[0].weight is not None:
             raise ConfigError(
@@ -181,42 +181,6 @@ def _sentences(
         return None
     short = _DEFAULT_SHORT if short_seq_prob is None else short_seq_prob
     return SentenceOptions(kind, minimum_sentences=2 if kind == "bert" else 1, short_seq_prob=short)
-
-
-@contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
-    """Yield a directory that is renamed to `output` on success and removed on failure.
-
-    Raises WorkspaceError if `output` is a file, is not empty, or cannot be written.
-    """
-    from megacore.artifact.files import (
-        remove_dead_temporaries,
-        sync_directory,
-        sync_tree,
-        workspace_errors,
-    )
-
-    with workspace_errors(output):
-        if output.is_dir() and any(output.iterdir()):
-            raise WorkspaceError(
-                f"{output} is not empty: give --output another directory, or remove what is in it"
-            )
-        if output.exists() and not output.is_dir():
-            raise WorkspaceError(f"{output} is a file: give --output a directory")
-        parent = output.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        temporary = parent / f"{output.name}.tmp-{os.getpid()}"
-        remove_dead_temporaries(output)
-        temporary.mkdir()
-        try:
-            yield temporary
-            sync_tree(temporary)
-            os.rename(temporary, output)
-            temporary = output
-            sync_directory(parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
 
 def _summary(entry: Mapping[str, Any]) -> str:

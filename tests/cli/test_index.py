@@ -225,11 +225,33 @@ def test_a_directory_with_files_is_refused_and_unchanged(
     output.mkdir()
     (output / "kept").write_text("x")
     result = run(output, "--data-prefix", prefixes[0])
-    assert isinstance(result.exception, WorkspaceError)
-    assert "o is not empty: give --output another directory" in str(result.exception)
+    assert isinstance(result.exception, ConfigError)
+    assert "o is not empty: give another --output" in str(result.exception)
     result = run(output / "kept", "--data-prefix", prefixes[0])
-    assert "kept is a file: give --output a directory" in str(result.exception)
+    assert "kept is a file: give another --output" in str(result.exception)
     assert [path.name for path in output.iterdir()] == ["kept"]
+
+
+def test_a_link_is_followed_and_the_working_directory_is_refused(
+    tmp_path: Path, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    result = run(tmp_path / "link", "--data-prefix", prefixes[0], "--split", "8,1,1")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "disk" / "index.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = run(Path(), "--data-prefix", prefixes[0], "--split", "8,1,1")
+    assert "is the working directory" in str(result.exception)
+
+
+def test_a_failure_leaves_no_parent_of_the_output(
+    tmp_path: Path, prefixes: tuple[str, str]
+) -> None:
+    result = run(tmp_path / "a" / "b", "--data-prefix", f"{prefixes[0]}-missing")
+    assert isinstance(result.exception, MegacoreError)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_full_disk_leaves_nothing(
