@@ -177,8 +177,10 @@ def split_datasets(config: RunConfig, data: RunData[Artifact]) -> dict[str, Data
 
     The digest of a split does not depend on the number of iterations.
     """
+    from megacore.data.index_options import SPLIT_NAMES
+
     tokens, datasets = data.tokens, {}
-    for split in ("train", "valid", "test"):
+    for split in SPLIT_NAMES:
         content = [split, split_data(config), split_digests(config, tokens, split)]
         datasets[split] = Dataset(
             name=f"{split}-{tokens.key}",

@@ -19,7 +19,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 from megacore.artifact import Artifact, Manifest, StageKey, lock
 from megacore.artifact.build import remove_tree
 from megacore.config import RunConfig
-from megacore.config.data import DataConfig, holds_tokens
+from megacore.config.data import DataConfig, TrainedTokenizer, holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError, WorkerLostError
 from megacore.launch.workers import WorkerPool
@@ -42,7 +42,7 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
     from megacore.tokenizer.build import VERSION, fingerprint
 
     parameters = fingerprint(config.data.tokenizer)
-    inputs = corpora if config.data.tokenizer.kind.startswith("train-") else ()
+    inputs = corpora if isinstance(config.data.tokenizer, TrainedTokenizer) else ()
     roles = ["corpus", *(f"corpus_{number}" for number in range(1, len(inputs)))]
     return StageKey.of("tokenizer", VERSION, parameters, **dict(zip(roles, inputs, strict=False)))
 

@@ -17,7 +17,7 @@ from megacore.cli._preprocess_data import translated
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megacore.tokenizer.files import Choice
+    from megacore.config.data import ExistingTokenizer
     from megacore.tokenizer.tokenize import TokenizeOptions
 
 Kind = Literal["gpt2-bpe", "bert-wordpiece", "sentencepiece", "hf"]
@@ -193,12 +193,13 @@ def _report(target: str, counts: dict[str, int], size: int, seconds: float) -> N
 
 def _choice(
     kind: Kind, file_options: dict[str, str | None], eod_token: str | None, lower_case: bool | None
-) -> "Choice":
+) -> "ExistingTokenizer":
     """Return the tokenizer that the options describe.
 
     Raises ConfigError if options are missing or have no effect.
     """
     from megacore.config.data import (
+        END_OF_TEXT,
         BertWordPieceTokenizer,
         Gpt2BpeTokenizer,
         HfTokenizer,
@@ -232,7 +233,7 @@ def _choice(
         case "sentencepiece":
             return SentencePieceTokenizer(kind=kind, model_file=file)
         case "hf":
-            return HfTokenizer(kind=kind, name=file, eod_token=eod_token or "<|endoftext|>")
+            return HfTokenizer(kind=kind, name=file, eod_token=eod_token or END_OF_TEXT)
 
 
 def _check_names(output_prefix: str, json_key: str) -> None:

@@ -65,6 +65,10 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def has_default(self, name: str) -> bool:
+        """Return True if the field `name` has its default."""
+        return bool(getattr(self, name) == type(self).model_fields[name].default)
+
     @model_validator(mode="after")
     def _integers_fit(self) -> Self:
         """Refuse integers that neither torch nor NumPy can hold."""

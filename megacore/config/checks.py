@@ -11,12 +11,11 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import check_blends
 from megacore.config.curate import check_across_sources
 from megacore.config.data import (
+    SPELLINGS,
     DataConfig,
     Gpt2BpeTokenizer,
     HfTokenizer,
-    MaskedLmConfig,
     SentencePieceTokenizer,
-    SpanCorruptionConfig,
     TrainBpeTokenizer,
     WarcSource,
     holds_tokens,
@@ -31,20 +30,25 @@ from megacore.errors import ConfigError
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
-_DOCUMENT_SAMPLE_FIELDS = {
-    "packing": "packed",
-    "index_style": "megatron",
-    "add_extra_token": True,
-    "drop_last_partial": True,
-    "reset_position_ids": False,
-    "reset_attention_mask": False,
-    "eod_mask_loss": False,
-    "fim": None,
+_DOCUMENT_SAMPLE_FIELDS = (
+    "packing",
+    "index_style",
+    "add_extra_token",
+    "drop_last_partial",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "fim",
+)
+"""Fields that apply only to samples cut from documents; for samples of sentences they must have
+their defaults."""
+NEEDED_ROLES: dict[Family, tuple[str, ...]] = {
+    "gpt": (),
+    "bert": ("cls", "sep", "mask", "pad"),
+    "t5": ("pad",),
 }
-"""Fields that apply only to samples cut from documents, with their required values for samples of
-sentences."""
-_BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
-_PADDING = ("[PAD]", "<pad>")
+"""Roles of the special tokens that a family's samples need."""
+_BERT_TOKENS = tuple(SPELLINGS[role][0] for role in NEEDED_ROLES["bert"])
 _SPAN_WITHOUT_MEAN = 3.0
 """Assumed mean span length in tokens when data.span_corruption gives none."""
 
@@ -126,11 +130,11 @@ def _check_data(data: DataConfig) -> None:
         )
     check_blends(data)
     if data.packing != "packed":
-        cut = {"index_style": "megatron", "split_sentences": False, "drop_last_partial": True}
+        cut = ("index_style", "split_sentences", "drop_last_partial")
         _check_defaults(data, "packing", cut, "which is for samples cut from documents end to end")
     if data.index_style == "neox":
-        defaults = {"add_extra_token": True, "drop_last_partial": True}
-        _check_defaults(data, "index_style", defaults, "which GPT-NeoX does not have")
+        others = ("add_extra_token", "drop_last_partial")
+        _check_defaults(data, "index_style", others, "which GPT-NeoX does not have")
     _check_ends(data)
     if data.dask_address is not None and data.shard_runner != "dask":
         raise ValueError(
@@ -138,24 +142,18 @@ def _check_data(data: DataConfig) -> None:
             f"{data.shard_runner}: set it to dask, or remove the address"
         )
     if not data.split_sentences:
-        for name, default in (
-            ("keep_newlines", False),
-            ("sentence_splitter", "punkt"),
-            ("language", "english"),
-        ):
-            if getattr(data, name) != default:
+        for name in ("keep_newlines", "sentence_splitter", "language"):
+            if not data.has_default(name):
                 raise ValueError(
                     f"data.{name} is {getattr(data, name)} but data.split_sentences is false: set "
                     "the latter to true, or leave the former out"
                 )
 
 
-def _check_defaults(
-    data: DataConfig, name: str, defaults: Mapping[str, object], reason: str
-) -> None:
-    """Raise ValueError if a field differs from the only value that `name` permits."""
-    for other, default in defaults.items():
-        if getattr(data, other) != default:
+def _check_defaults(data: DataConfig, name: str, others: tuple[str, ...], reason: str) -> None:
+    """Raise ValueError if a field differs from its default, which the value of `name` needs."""
+    for other in others:
+        if not data.has_default(other):
             raise ValueError(
                 f"data.{name} is {getattr(data, name)} but data.{other} is {getattr(data, other)}, "
                 f"{reason}: set one of them to its default"
@@ -194,13 +192,13 @@ def _check_curation(data: DataConfig, *, searched: bool) -> None:
             "a source of kind warc has web pages, which only data.curate reads: give it steps, "
             "`- step: extract_text` for HTML or `- step: exact_dedup` for WET files"
         )
-    for name, value, default in (
-        ("curate_shard_mb", data.curate_shard_mb, 64),
-        ("curate_workers", data.curate_workers, None),
-        ("curate_executor", data.curate_executor.kind, "local"),
+    for name, value in (
+        ("curate_shard_mb", data.curate_shard_mb),
+        ("curate_workers", data.curate_workers),
+        ("curate_executor", data.curate_executor.kind),
     ):
         used = data.curate or (searched and name == "curate_workers")
-        if not used and value != default:
+        if not used and not data.has_default(name):
             raise ValueError(
                 f"data.{name} is {value} but data.curate has no steps: give it steps, or leave "
                 f"data.{name} out"
@@ -364,8 +362,7 @@ def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
 
 
 def _check_muon(optim: OptimConfig) -> None:
-    default = type(optim).model_fields["muon_momentum"].default
-    if optim.name != "muon" and optim.muon_momentum != default:
+    if optim.name != "muon" and not optim.has_default("muon_momentum"):
         raise ValueError(
             f"optim.muon_momentum is {optim.muon_momentum} but optim.name is {optim.name}: set the "
             "latter to muon, or remove the former"
@@ -442,12 +439,11 @@ def _check_lm_eval(lm_eval: LmEvalConfig, family: Family) -> None:
 
 def _check_contamination(config: "RunConfig") -> None:
     evaluate = config.evaluate
-    for name, default in (("contamination_ngram", 13), ("contamination_limit", 0.01)):
-        value = getattr(evaluate, name)
-        if evaluate.contamination is None and value != default:
+    for name in ("contamination_ngram", "contamination_limit"):
+        if evaluate.contamination is None and not evaluate.has_default(name):
             raise ValueError(
-                f"evaluate.{name} is {value} but evaluate.contamination is null: give report, "
-                f"remove or refuse, or leave {name} out"
+                f"evaluate.{name} is {getattr(evaluate, name)} but evaluate.contamination is null: "
+                f"give report, remove or refuse, or leave {name} out"
             )
     for source in config.data.sources if evaluate.contamination else ():
         if holds_tokens(source):
@@ -463,11 +459,11 @@ def check_sentences(family: Family, model: ModelConfig, data: DataConfig) -> Non
 
     Options of another family are refused too.
     """
-    if family != "bert" and data.masked_lm != MaskedLmConfig():
+    if family != "bert" and not data.has_default("masked_lm"):
         raise ValueError(
             f"data.masked_lm is given but family is {family}: it is only for bert; remove it"
         )
-    if family != "t5" and data.span_corruption != SpanCorruptionConfig():
+    if family != "t5" and not data.has_default("span_corruption"):
         raise ValueError(
             f"data.span_corruption is given but family is {family}: it is only for t5; remove it"
         )
@@ -490,8 +486,8 @@ def _check_reading(family: Family, data: DataConfig) -> None:
             f"data.append_eod is true but samples of family {family} have special tokens of their "
             "own: set it to false"
         )
-    for name, default in _DOCUMENT_SAMPLE_FIELDS.items():
-        if getattr(data, name) != default:
+    for name in _DOCUMENT_SAMPLE_FIELDS:
+        if not data.has_default(name):
             raise ValueError(
                 f"data.{name} is given but family is {family}: it is for samples of gpt, which are "
                 "cut from documents; remove it"
@@ -537,7 +533,7 @@ def _check_t5(data: DataConfig) -> None:
             "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no padding token: take "
             "another for family t5"
         )
-    if isinstance(tokenizer, TrainBpeTokenizer) and not set(_PADDING) & set(
+    if isinstance(tokenizer, TrainBpeTokenizer) and not set(SPELLINGS["pad"]) & set(
         tokenizer.special_tokens
     ):
         raise ValueError(

@@ -24,22 +24,22 @@ class _Words(Section):
     sentences that end with a mark, in any language that separates words."""
 
 
-class _Dedup(Section):
-    """Step that removes duplicates."""
+class DedupStep(Section):
+    """Step that removes duplicates by comparing all shards."""
 
     across_sources: bool = keyed(False, omit_default=True)
     """True to also remove documents of which an earlier source of the blend keeps a duplicate. The
     earlier sources' documents are compared as they are after all steps."""
 
 
-class ExactDedupStep(_Dedup):
+class ExactDedupStep(DedupStep):
     """Removal of documents whose text occurred earlier in the corpus."""
 
     step: Literal["exact_dedup"] = keyed()
     """Type of the step."""
 
 
-class MinhashDedupStep(_Words, _Dedup):
+class MinhashDedupStep(_Words, DedupStep):
     """Removal of near duplicates by MinHash and locality-sensitive hashing (Broder 1997).
 
     Two documents with a share s of common n-grams become candidates with probability
@@ -269,7 +269,7 @@ CurateStep = Annotated[
 
 def compares_sources(steps: Sequence[CurateStep]) -> bool:
     """Return True if a step removes duplicates of earlier sources."""
-    return any(isinstance(step, _Dedup) and step.across_sources for step in steps)
+    return any(isinstance(step, DedupStep) and step.across_sources for step in steps)
 
 
 def check_across_sources(steps: Sequence[CurateStep], sources: int | None = None) -> None:
@@ -285,7 +285,7 @@ def check_across_sources(steps: Sequence[CurateStep], sources: int | None = None
         )
     compared = ""
     for step in steps:
-        if isinstance(step, _Dedup) and step.across_sources:
+        if isinstance(step, DedupStep) and step.across_sources:
             compared = step.step
         elif compared and isinstance(step, PiiStep | C4QualityStep | ExtractTextStep):
             raise ValueError(

@@ -9,6 +9,12 @@ from pydantic import Field, field_validator
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.curate import CurateExecutor, CurateStep, LocalExecutor
 
+OnBadLine = Literal["stop", "skip"]
+Splitter = Literal["punkt", "rules"]
+Packing = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
+IndexStyle = Literal["megatron", "neox"]
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-document token of GPT-2 (Radford et al. 2019)."""
 DEFAULT_SPLIT = "969,30,1"
 DEFAULT_MAX_DOCUMENT_MB = 100
 """Books, source files and web pages stay far below; `tokenizers` takes 12 GB for such a text."""
@@ -270,7 +276,7 @@ class HfTokenizer(_Vocabulary):
     """Path of a tokenizer.json or of its directory, or name of a repository on the hub."""
     revision: str | None = keyed(None, resolved="tokenizer")
     """Commit, tag or branch on the hub; null means the default branch."""
-    eod_token: str = keyed("<|endoftext|>")
+    eod_token: str = keyed(END_OF_TEXT)
     """Token that ends a document; the vocabulary must contain it."""
 
     @property
@@ -282,15 +288,20 @@ class HfTokenizer(_Vocabulary):
         return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
 
 
-TokenizerChoice = Annotated[
-    TrainBpeTokenizer
-    | TrainWordPieceTokenizer
-    | Gpt2BpeTokenizer
-    | BertWordPieceTokenizer
-    | SentencePieceTokenizer
-    | HfTokenizer,
-    Field(discriminator="kind"),
-]
+SPELLINGS = {
+    "pad": ("[PAD]", "<pad>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "unk": ("[UNK]", "<unk>"),
+}
+"""Spellings of each role's token in BERT's and SentencePiece's style; the first in the vocabulary
+is used."""
+TrainedTokenizer = TrainBpeTokenizer | TrainWordPieceTokenizer
+"""Tokenizers that are trained on the corpus."""
+ExistingTokenizer = Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer
+"""Tokenizers that are read from files or the hub."""
+TokenizerChoice = Annotated[TrainedTokenizer | ExistingTokenizer, Field(discriminator="kind")]
 
 
 class FimConfig(Section):
@@ -439,27 +450,25 @@ class DataConfig(Section):
     shuffle_documents: bool = keyed(True, resolved="tokenize")
     """If true, documents are shuffled with the seed after they are tokenized. Splits are contiguous
     ranges of documents, so the order decides which split a document belongs to."""
-    on_bad_line: Literal["stop", "skip"] = keyed("stop", key=("curate", "search", "tokenize"))
+    on_bad_line: OnBadLine = keyed("stop", key=("curate", "search", "tokenize"))
     """Treatment of lines without a document (blank, not JSON, or without the key): stop ends the
     stage, skip only counts them."""
     split_sentences: bool = keyed(False, resolved="tokenize")
     """If true, each sentence becomes a separate sequence, which BERT's sentence pairs need."""
     keep_newlines: bool = keyed(False, key="tokenize")
     """If true, sentences keep the line breaks between them."""
-    sentence_splitter: Literal["punkt", "rules"] = keyed("punkt", key="tokenize")
+    sentence_splitter: Splitter = keyed("punkt", key="tokenize")
     """Sentence splitter: nltk's Punkt model of `language`, which is downloaded once, or simple
     rules that need no download."""
     language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
     """Language of the Punkt model: its English name in lower case, such as `german`."""
-    packing: Literal["packed", "best_fit", "pack_until_overflow", "unpacked"] = keyed(
-        "packed", key=("index", "run")
-    )
+    packing: Packing = keyed("packed", key=("index", "run"))
     """Division of documents into samples: packed cuts the concatenated documents at equal lengths;
     best_fit divides only documents longer than a sample, and combines pieces so that they fill
     samples best (Ding et al. 2024, arXiv:2404.10830); pack_until_overflow fills a sample with
     complete documents in their order as long as they fit; unpacked takes one document per
     sample."""
-    index_style: Literal["megatron", "neox"] = keyed("megatron", key=("index", "run"))
+    index_style: IndexStyle = keyed("megatron", key=("index", "run"))
     """Order of the samples: megatron, or neox, which has no separate final epoch and therefore
     allows a run to be extended."""
     add_extra_token: bool = keyed(True, key=("index", "run"))

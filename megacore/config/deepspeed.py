@@ -121,12 +121,7 @@ def user_settings_of(config: "RunConfig") -> UserSettings:
     the JSON.
     """
     section = config.deepspeed
-    fields = {name: getattr(section, name) for name in FIELDS}
-    changed = {
-        name: value
-        for name, value in fields.items()
-        if value != DeepSpeedConfig.model_fields[name].default
-    }
+    changed = {name: getattr(section, name) for name in FIELDS if not section.has_default(name)}
     values: dict[str, Any] = {}
     autos: frozenset[str] = frozenset()
     if section.config is None:

@@ -257,9 +257,7 @@ def _default(config: RunConfig, field: str) -> Any:
         section = getattr(section, name, None)
     if not isinstance(section, BaseModel) or last not in type(section).model_fields:
         return object()
-    default = (
-        type(section).model_fields[last].get_default(call_default_factory=True, validated_data={})
-    )
+    default = type(section).model_fields[last].default
     return list(default) if isinstance(default, tuple) else default
 
 

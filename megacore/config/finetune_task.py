@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from megacore.config.base import Section, keyed
+from megacore.config.data import Splitter
 from megacore.errors import ConfigError
 
 GlueTask = Literal["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
@@ -91,7 +92,7 @@ class Seq2SeqConfig(Section):
     metrics: tuple[Seq2SeqMetric, ...] = keyed(("bleu",), min_length=1)
     """Metrics to compute: BLEU (Papineni et al. 2002) with sacrebleu, and ROUGE (Lin 2004), both
     from 0 to 100."""
-    sentence_splitter: Literal["punkt", "rules"] = keyed("rules")
+    sentence_splitter: Splitter = keyed("rules")
     """Sentence splitter for rougeLsum: nltk's Punkt model, which is downloaded, or simple rules."""
 
     @model_validator(mode="after")

@@ -122,9 +122,7 @@ def _entries(
             if any(elements):
                 yield f"{prefix}{name}", elements
         elif declared is not None and stage in declared.key:
-            if declared.omit_default and value == field.get_default(
-                call_default_factory=True, validated_data={}
-            ):
+            if declared.omit_default and value == field.default:
                 continue
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
 

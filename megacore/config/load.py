@@ -95,15 +95,13 @@ class _Kind(NamedTuple):
     schema: type[BaseModel]
     flow: str
     """Name of the flow that uses it."""
-    directory: Path
-    """Default directory of its files."""
     example: str
     sign: str
     """Dotted name that only this kind of configuration has."""
 
 
-_PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "model.num_layers")
-_FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mrpc.yaml", "task")
+_PRETRAINING = _Kind(RunConfig, "pretrain", "conf/gpt2-tiny.yaml", "model.num_layers")
+_FINE_TUNING = _Kind(FinetuneConfig, "finetune", "conf/finetune/mrpc.yaml", "task")
 
 
 class _File(NamedTuple):
@@ -268,7 +266,7 @@ def validated(
     try:
         return schema.model_validate(values, context=context)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {format_errors(error, schema, merged)}") from error
+        raise ConfigError(f"{origin}: {_format_errors(error, schema, merged)}") from error
 
 
 def _read_values(
@@ -533,9 +531,7 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     target[leaf] = value
 
 
-def format_errors(
-    error: ValidationError, schema: type[BaseModel], merged: _Merged | None = None
-) -> str:
+def _format_errors(error: ValidationError, schema: type[BaseModel], merged: _Merged | None) -> str:
     """Return all validation errors, one clause per key, joined by semicolons.
 
     With `merged`, a clause also names the extended file that it is about, or says that it is about

@@ -244,9 +244,6 @@ class ModelConfig(Section):
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
 
-_DEFAULTS = ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
-
-
 def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:
     """Raise ValueError for an architecture that is invalid or that its family does not support."""
     _check_family(family, model)
@@ -257,11 +254,10 @@ def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:
 
 def _check_family(family: Family, model: ModelConfig) -> None:
     for name, owner in _FOR_ONE.items():
-        value = getattr(model, name)
-        if family != owner and value != getattr(_DEFAULTS, name):
+        if family != owner and not model.has_default(name):
             raise ValueError(
-                f"model.{name} is {_text(value)} but family is {family}: it is only for "
-                f"{_NAMES[owner]}; remove it"
+                f"model.{name} is {_text(getattr(model, name))} but family is {family}: it is only "
+                f"for {_NAMES[owner]}; remove it"
             )
     positions = _POSITIONS[family]
     if model.position_embedding_type not in positions:
@@ -321,7 +317,7 @@ def _check_bert(model: ModelConfig) -> None:
 
 
 def _check_t5(model: ModelConfig) -> None:
-    if model.init_method_std != _DEFAULTS.init_method_std:
+    if not model.has_default("init_method_std"):
         raise ValueError(
             f"model.init_method_std is {model.init_method_std} but family is t5, whose initial "
             "weights follow from its widths: remove it"
@@ -377,7 +373,7 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
             check_scaling(model.rope_scaling, model.rotary_dim)
     else:
         for name in ("rotary_base", "rotary_percent", "rope_scaling"):
-            if getattr(model, name) != getattr(_DEFAULTS, name):
+            if not model.has_default(name):
                 raise ValueError(
                     f"model.{name} is {_text(getattr(model, name))} but "
                     f"model.position_embedding_type is {model.position_embedding_type}: set the "

@@ -10,9 +10,10 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from megacore.artifact.files import read_json, reason_of
+from megacore.config.data import END_OF_TEXT
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConversionError, DataFormatError
-from megacore.tokenizer.build import END_OF_TEXT, read_gpt2_bpe
+from megacore.tokenizer.build import read_gpt2_bpe
 from megacore.tokenizer.load import (
     MODEL_NAME,
     TOKENIZER_CONFIG_NAME,

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.data import IndexStyle
 from megacore.data import _compiled
 from megacore.data.index_directory import BLEND_MAP_NAMES, map_path, save_array
-from megacore.data.index_options import IndexStyle, Member, Mixture, WeightStep
+from megacore.data.index_options import Member, Mixture, WeightStep
 from megacore.errors import ConfigError, DataFormatError
 
 SURPLUS = 0.005

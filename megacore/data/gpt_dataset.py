@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy.typing as npt
 
+from megacore.config.data import Packing
 from megacore.data._compiled import Gatherer
 from megacore.data.index_directory import MAP_NAMES, check_form, check_range, load_map, map_path
-from megacore.data.index_options import Packing
 from megacore.data.samples import MappedDataset
 from megacore.errors import DataFormatError
 

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.data import IndexStyle, Packing
 from megacore.data import _compiled as helpers
 from megacore.data.best_fit import build_best_fit
 from megacore.data.blend import write_blend
@@ -39,9 +40,7 @@ from megacore.data.index_directory import (
 )
 from megacore.data.index_options import (
     IndexOptions,
-    IndexStyle,
     Mixture,
-    Packing,
 )
 from megacore.data.index_plans import (
     EXTRA_TOKENS,
@@ -138,6 +137,23 @@ def build_index_maps(
         {name: entry["padding"] for name, entry in counts.items() if "padding" in entry},
     )
     return counts
+
+
+def member_maps(
+    lengths: npt.NDArray[np.int32], member: MemberPlan, options: IndexOptions
+) -> IndexMaps:
+    """Build the maps of a data set's part in a split; `lengths` are those of all its sequences."""
+    return build_split(
+        lengths,
+        member.first,
+        member.last,
+        member.epochs,
+        options.seq_length,
+        options.seed,
+        extra=options.extra,
+        packing=options.packing,
+        style=options.style,
+    )
 
 
 def build_split(
@@ -334,18 +350,7 @@ def _build_member(
     folder: Path,
     split_name: str,
 ) -> dict[str, Any]:
-    plan = member.epochs
-    maps = build_split(
-        lengths,
-        member.first,
-        member.last,
-        plan,
-        options.seq_length,
-        options.seed,
-        extra=options.extra,
-        packing=options.packing,
-        style=options.style,
-    )
+    plan, maps = member.epochs, member_maps(lengths, member, options)
     save_maps(maps, folder, split_name)
     counts: dict[str, Any] = {
         "number": member.number,

@@ -13,12 +13,11 @@ from typing import Literal, Self
 
 import numpy as np
 
+from megacore.config.data import IndexStyle, Packing
 from megacore.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 """Names of the splits in the order of the weights."""
-IndexStyle = Literal["megatron", "neox"]
-Packing = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 SentenceModel = Literal["bert", "t5"]
 MAX_MEMBERS = 2**15 - 1
 """Maximum number of data sets of a blend, which numbers them with an i16."""
@@ -49,7 +48,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_ranges(
-    split: str, count: int, style: Literal["megatron", "neox"] = "megatron"
+    split: str, count: int, style: IndexStyle = "megatron"
 ) -> Mapping[str, tuple[int, int]]:
     """Return the first and end element of each split when `count` elements are divided.
 

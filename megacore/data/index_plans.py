@@ -3,11 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.data import IndexStyle, Packing
 from megacore.data import _compiled
 from megacore.data.blend import Division, check_epochs, divide
 from megacore.data.index_directory import IndexMaps
@@ -15,7 +16,6 @@ from megacore.data.index_options import (
     SPLIT_NAMES,
     IndexOptions,
     Mixture,
-    Packing,
     split_ranges,
 )
 from megacore.errors import ConfigError, DataFormatError
@@ -314,7 +314,7 @@ def plan_epochs(
     *,
     extra: int = EXTRA_TOKENS,
     keep_partial: bool = False,
-    style: Literal["megatron", "neox"] = "megatron",
+    style: IndexStyle = "megatron",
 ) -> EpochPlan:
     """Plan the least number of epochs that yields `samples` samples (None: one epoch).
 

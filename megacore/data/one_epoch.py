@@ -20,7 +20,7 @@ from megacore.data.index_directory import (
     save_array,
     save_maps,
 )
-from megacore.data.index_maps import build_split
+from megacore.data.index_maps import member_maps
 from megacore.data.index_options import SPLIT_NAMES, Member, Mixture, split_ranges
 from megacore.data.index_plans import MemberPlan, plan_splits
 from megacore.data.samples import BlendedDataset, Dataset
@@ -144,17 +144,8 @@ def _build(prefix: str, folder: Path, split_name: str, description: IndexDescrip
         save_array(map_path(folder, split_name, SENTENCE_MAP_NAME), rows)
         return
     plan = _plan(tokens, split_name, description)
-    maps = build_split(
-        np.require(tokens.lengths, np.int32, ["C", "A"]),  # the array in the file is not aligned
-        plan.first,
-        plan.last,
-        plan.epochs,
-        options.seq_length,
-        options.seed,
-        extra=options.extra,
-        packing=options.packing,
-        style=options.style,
-    )
+    # the array in the file is not aligned
+    maps = member_maps(np.require(tokens.lengths, np.int32, ["C", "A"]), plan, options)
     save_maps(maps, folder, split_name)
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megacore.artifact.files import copy_tree, workspace_errors
+from megacore.config.data import Splitter
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
 from megacore.convert.tokenizers import missing_end
@@ -50,7 +51,7 @@ downloads them."""
 _LANGUAGE = "english"
 
 
-def sentence_splitter(kind: Literal["punkt", "rules"], punkt: Path) -> Callable[[str], list[str]]:
+def sentence_splitter(kind: Splitter, punkt: Path) -> Callable[[str], list[str]]:
     """Return a function that splits a text into sentences.
 
     `punkt` is the directory of nltk's models. Raises DataFormatError when they are damaged.

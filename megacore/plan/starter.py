@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megacore.config.data import TextSource
+from megacore.config.data import END_OF_TEXT, TextSource
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.corpus.survey import Survey
@@ -24,7 +24,7 @@ from megacore.hardware import Hardware
 from megacore.models.parameters import parameter_count
 from megacore.plan.layouts import launched_ranks, layout_of
 from megacore.plan.throughput import planned_iteration, predict_run
-from megacore.tokenizer.build import END_OF_TEXT, train_bpe
+from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer
 
 SIZES = (

@@ -15,12 +15,15 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from megacore.artifact.files import access_errors, read_json, reason_of, regular
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import (
+    END_OF_TEXT,
     BertWordPieceTokenizer,
+    ExistingTokenizer,
     Gpt2BpeTokenizer,
     HfTokenizer,
     SentencePieceTokenizer,
     TokenizerChoice,
     TrainBpeTokenizer,
+    TrainedTokenizer,
     TrainWordPieceTokenizer,
 )
 from megacore.config.keys import key_parameters
@@ -42,8 +45,6 @@ from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece, train_wordp
 
 VERSION = 2
 """Version of the tokenizer stage, increased whenever its output changes."""
-END_OF_TEXT = "<|endoftext|>"
-"""End-of-document token of GPT-2 (Radford et al. 2019)."""
 _GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 
 
@@ -100,13 +101,12 @@ def build_tokenizer(
             )
         )
 
-    match choice:
-        case TrainBpeTokenizer() | TrainWordPieceTokenizer():
-            tokenizer = train_tokenizer(choice, texts)
-            for folder in folders:
-                read_sources(folder)  # a file may have changed while it was read
-        case _:
-            tokenizer = open_tokenizer(choice, directory.parent / ".huggingface")
+    if isinstance(choice, TrainedTokenizer):
+        tokenizer = train_tokenizer(choice, texts)
+        for folder in folders:
+            read_sources(folder)  # a file may have changed while it was read
+    else:
+        tokenizer = open_tokenizer(choice, directory.parent / ".huggingface")
     roles = _GPT2_ROLES if isinstance(choice, TrainBpeTokenizer | Gpt2BpeTokenizer) else {}
     tokenizer.save(directory, {**roles, **role_names(tokenizer)})
     return {
@@ -117,9 +117,7 @@ def build_tokenizer(
     }
 
 
-def train_tokenizer(
-    choice: TrainBpeTokenizer | TrainWordPieceTokenizer, texts: Callable[[], Iterable[str]]
-) -> Tokenizer:
+def train_tokenizer(choice: TrainedTokenizer, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     """Train a tokenizer on all texts; each call of `texts` iterates over all of them.
 
     Raises DataFormatError.
@@ -127,18 +125,14 @@ def train_tokenizer(
     match choice:
         case TrainBpeTokenizer():
             backend = train_bpe(texts(), choice.vocab_size, choice.special_tokens)
-            return _with_sentinels(JsonTokenizer(backend, END_OF_TEXT), choice.vocab_extra_ids)
+            tokenizer = JsonTokenizer(backend, END_OF_TEXT)
         case TrainWordPieceTokenizer():
             backend = train_wordpiece(texts, choice.vocab_size, lower_case=choice.lower_case)
-            return _with_sentinels(
-                JsonTokenizer(backend, BERT_ROLES["sep_token"]), choice.vocab_extra_ids
-            )
+            tokenizer = JsonTokenizer(backend, BERT_ROLES["sep_token"])
+    return _with_sentinels(tokenizer, choice.vocab_extra_ids)
 
 
-def open_tokenizer(
-    choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer,
-    cache_directory: Path,
-) -> Tokenizer:
+def open_tokenizer(choice: ExistingTokenizer, cache_directory: Path) -> Tokenizer:
     """Open an existing tokenizer. Raises the same errors as `build_tokenizer`."""
     tokenizer: Tokenizer
     match choice:

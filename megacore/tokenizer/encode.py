@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.data import OnBadLine
 from megacore.errors import DataFormatError
 from megacore.tokenizer.fast import Encoder
 from megacore.tokenizer.load import Encoded
@@ -88,7 +89,7 @@ class BlockEncoder:
     eod_id: int | None
     vocab_size: int
     dtype: np.dtype[Any]
-    on_bad_line: Literal["stop", "skip"]
+    on_bad_line: OnBadLine
     splitter: "SentenceSplitter | None" = None
 
     def __call__(self, block: "Block") -> "EncodedBlock":

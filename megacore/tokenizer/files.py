@@ -16,15 +16,8 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.artifact.manifest import FileEntry, Manifest, file_digest
-from megacore.config.data import (
-    BertWordPieceTokenizer,
-    Gpt2BpeTokenizer,
-    HfTokenizer,
-    JsonlSource,
-    SentencePieceTokenizer,
-)
+from megacore.config.data import ExistingTokenizer, HfTokenizer, JsonlSource
 from megacore.corpus.documents import SourceFile, check_unchanged_files
-from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
@@ -45,7 +38,6 @@ from megacore.tokenizer.tokenize import (
     write_tokens,
 )
 
-Choice = Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer
 _SUFFIXES = (f".{DOCUMENTS_NAME}", ".manifest.json", ".bin", ".idx")
 """Suffixes of the output files in the order of creation: an `.idx` implies that all exist."""
 
@@ -102,13 +94,13 @@ def check_output(target: str, *, overwrite: bool) -> None:
 
 def tokenize_files(
     inputs: Inputs,
-    choice: Choice,
+    choice: ExistingTokenizer,
     target: str,
     options: TokenizeOptions,
     *,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    document_bytes: int = DOCUMENT_BYTES,
+    workers: int | None,
+    progress: Progress,
+    document_bytes: int,
 ) -> dict[str, int]:
     """Write `target`.bin and .idx with the inputs' documents in order, and two JSON files.
 
@@ -169,13 +161,15 @@ def tokenize_files(
     return counts
 
 
-def _readable(choice: Choice) -> Path | None:
+def _readable(choice: ExistingTokenizer) -> Path | None:
     """Return the path of a local tokenizer.json, or None if the tokenizer has none."""
     path = Path(choice.name) if isinstance(choice, HfTokenizer) else None
     return path if path is not None and path.exists() else None
 
 
-def _parameters(inputs: Inputs, choice: Choice, options: TokenizeOptions) -> dict[str, Any]:
+def _parameters(
+    inputs: Inputs, choice: ExistingTokenizer, options: TokenizeOptions
+) -> dict[str, Any]:
     values = asdict(options)
     if options.partitions == 1:
         del values["partitions"]

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import reason_of
+from megacore.config.data import Splitter
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
 from megacore.launch.workers import WorkerPool
 from megacore.tokenizer.load import text_batches
@@ -48,7 +49,7 @@ _LOOK_BACK = 24
 class SplitterChoice:
     """Options of a sentence splitter, which are sent to its worker processes."""
 
-    kind: Literal["punkt", "rules"]
+    kind: Splitter
     language: str = "english"
     keep_newlines: bool = False
     """True if the white space between two sentences is kept at the end of the first."""

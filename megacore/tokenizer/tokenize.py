@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megacore.artifact.files import workspace_errors, write_json
+from megacore.config.data import OnBadLine, Splitter
 from megacore.corpus.blocks import Block, read_blocks
 from megacore.corpus.documents import read_sources
 from megacore.corpus.formats import DOCUMENT_BYTES
@@ -70,10 +71,10 @@ class TokenizeOptions:
     """True to store each sentence as a sequence."""
     keep_newlines: bool = False
     """True if sentences keep the white space that follows them."""
-    sentence_splitter: Literal["punkt", "rules"] = "punkt"
+    sentence_splitter: Splitter = "punkt"
     language: str = "english"
     """Language of the Punkt model."""
-    on_bad_line: Literal["stop", "skip"] = "stop"
+    on_bad_line: OnBadLine = "stop"
     """Treatment of a line without a document: raise an error, or skip and count it."""
     partitions: int = 1
     """Number of partitions whose order the documents have (`partition_order`)."""

@@ -13,28 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from megacore.config.checks import most_spans
-from megacore.config.data import DataConfig
+from megacore.config.checks import NEEDED_ROLES, most_spans
+from megacore.config.data import SPELLINGS, DataConfig
 from megacore.config.model import Family
 from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.load import JsonTokenizer, Tokenizer
 
-_NEEDED: dict[Family, tuple[str, ...]] = {
-    "gpt": (),
-    "bert": ("cls", "sep", "mask", "pad"),
-    "t5": ("pad",),
-}
-SPELLINGS = {
-    "pad": ("[PAD]", "<pad>"),
-    "cls": ("[CLS]", "<s>"),
-    "sep": ("[SEP]", "</s>"),
-    "mask": ("[MASK]", "<mask>"),
-    "unk": ("[UNK]", "<unk>"),
-}
-"""Spellings of each role's token in BERT's and SentencePiece's style; the first in the vocabulary
-is used."""
 SENTINEL = "<extra_id_{}>"
 """Format of T5's sentinels (Raffel et al. 2019), numbered from 0."""
 _SPACE = "▁"
@@ -66,7 +52,7 @@ class Vocabulary:
 
 def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> None:
     """Raise ConfigError if the vocabulary lacks a token that the family's samples need."""
-    missing = [role for role in _NEEDED[family] if getattr(special, role) is None]
+    missing = [role for role in NEEDED_ROLES[family] if getattr(special, role) is None]
     if missing:
         names = ", ".join(SPELLINGS[role][0] for role in missing)
         raise ConfigError(
@@ -87,7 +73,8 @@ def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> Non
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return the ids of a vocabulary's special tokens."""
     ids: dict[str, Any] = {
-        role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()
+        role: None if token is None else tokenizer.token_id(token)
+        for role, token in _tokens(tokenizer).items()
     }
     return SpecialTokens(eod=tokenizer.eod_id, sentinels=tuple(_sentinels(tokenizer)), **ids)
 
@@ -100,10 +87,12 @@ def _sentinels(tokenizer: Tokenizer) -> Iterator[int]:
         yield token
 
 
-def _first(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
-    return next(
-        (token for text in spellings if (token := tokenizer.token_id(text)) is not None), None
-    )
+def _tokens(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """Return the token of each role, None if the vocabulary lacks it."""
+    return {
+        role: next((text for text in spellings if tokenizer.token_id(text) is not None), None)
+        for role, spellings in SPELLINGS.items()
+    }
 
 
 def role_names(tokenizer: Tokenizer) -> dict[str, str | list[str]]:
@@ -112,7 +101,7 @@ def role_names(tokenizer: Tokenizer) -> dict[str, str | list[str]]:
     The sentinels are additional special tokens. In a vocabulary without a mask token, <s> and </s>
     do not count as [CLS] and [SEP].
     """
-    tokens = {role: _first_text(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
+    tokens = _tokens(tokenizer)
     if tokens["mask"] is None:
         tokens |= {"cls": None, "sep": None}
     names: dict[str, str | list[str]] = {
@@ -122,10 +111,6 @@ def role_names(tokenizer: Tokenizer) -> dict[str, str | list[str]]:
         SENTINEL.format(number) for number in range(len(special_tokens(tokenizer).sentinels))
     ]
     return names | ({"additional_special_tokens": sentinels} if sentinels else {})
-
-
-def _first_text(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> str | None:
-    return next((text for text in spellings if tokenizer.token_id(text) is not None), None)
 
 
 def continues_word(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:

@@ -8,18 +8,13 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megacore.artifact.files import access_errors, reason_of, regular
+from megacore.config.data import SPELLINGS
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import TOKENIZER_BYTES, grouped
 
-BERT_ROLES = {
-    "unk_token": "[UNK]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "mask_token": "[MASK]",
-}
+BERT_ROLES = {f"{role}_token": SPELLINGS[role][0] for role in ("unk", "sep", "pad", "cls", "mask")}
 """Special tokens of a BERT vocabulary. A document ends with [SEP], as in Megatron-LM."""
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL = tuple(SPELLINGS[role][0] for role in ("pad", "unk", "cls", "sep", "mask"))
 """Special tokens in the order in which they begin a trained vocabulary."""
 ALPHABET = 1000
 """Maximum number of characters in a trained vocabulary."""

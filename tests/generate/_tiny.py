@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from megacore.checkpoint.save import save_checkpoint
+from megacore.config.data import END_OF_TEXT
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.models.build import build_bare
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer, load_tokenizer
-from megacore.tokenizer.build import END_OF_TEXT, train_bpe
+from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer
 
 VOCAB = 101
