@@ -58,7 +58,6 @@ def search(config: RunConfig, corpus: Artifact) -> StageResult:
             _benchmarks(config),
             config.evaluate.contamination_ngram,
             _options(config),
-            named=_is_named(corpus),
         )
 
     return build_in_shards(config, search_key(config, corpus), fill)
@@ -109,7 +108,6 @@ def decontaminate(
             directory,
             work,
             _options(config),
-            named=_is_named(corpus),
         )
 
     key = decontaminate_key(config, corpus, searches, number)
@@ -125,13 +123,6 @@ def _options(config: RunConfig) -> Any:
         document_bytes=config.data.max_document_bytes,
         workers=config.data.curate_workers,
     )
-
-
-def _is_named(corpus: Artifact) -> bool:
-    """Return True if the documents name their origin in the field `source`."""
-    from megacore.corpus.documents import read_sources
-
-    return corpus.stage == "curate" or read_sources(corpus.directory) is None
 
 
 def contamination_key(

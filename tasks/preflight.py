@@ -15,8 +15,8 @@ from megacore.config import RunConfig, load_config
 from megacore.config.curate import compares_sources
 from megacore.config.data import HubSource, Source, SourceTreeSource, TextSource
 from megacore.convert.counterparts import exportable
-from megacore.corpus.contamination import check_installed
 from megacore.corpus.curate import check_steps, needed_bytes
+from megacore.corpus.curate_job import check_installed
 from megacore.errors import HostsSilentError, MegacoreError
 from megacore.plan.epochs import (
     BYTES_PER_TOKEN,
@@ -69,7 +69,7 @@ def load_checked_config(
         check_steps(config.data.curate)
         check_executor(config.data.curate_executor)
     if config.evaluate.contamination:
-        check_installed()
+        check_installed("evaluate.contamination")
     if trains:
         get_run_logger().info("preflight: %s", check_machine(config))
         warn_of_other_runs(config)

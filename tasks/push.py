@@ -14,7 +14,8 @@ from megacore.artifact.files import read_object, write_json
 from megacore.config import FinetuneConfig, RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.train import HubConfig
-from megacore.corpus.hub import broken_connections, first_sentence
+from megacore.corpus.fetch import first_sentence
+from megacore.corpus.hub import broken_connections
 from megacore.errors import ConfigError, HubError
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Tracking

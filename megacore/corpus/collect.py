@@ -5,7 +5,6 @@ stable order, or `sources.json`, a list of files (JSON Lines, parquet, WARC, or 
 that are read in place or were downloaded into the directory.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def collect(
     malformed, or has a document of more than `document_bytes`, DownloadError if a server cannot be
     reached, WorkspaceError.
     """
-    counts = _collector(source, directory.parent, document_bytes)(directory)
+    counts = _collect(source, directory, document_bytes)
     if not counts["documents"]:
         raise DataFormatError(
             f"the corpus is empty: {describe(source)} has no document "
@@ -75,22 +74,22 @@ def collect(
     return counts
 
 
-def _collector(source: Source, parent: Path, limit: int) -> Callable[[Path], dict[str, Any]]:
+def _collect(source: Source, directory: Path, limit: int) -> dict[str, Any]:
     match source:
         case SourceTreeSource():
-            return lambda directory: source_tree.collect(source, directory, limit)
+            return source_tree.collect(source, directory, limit)
         case TextSource():
-            return lambda directory: text_files.collect(source, directory, limit)
+            return text_files.collect(source, directory, limit)
         case JsonlSource() | ParquetSource():
-            return lambda directory: local_files.collect(source, directory, limit)
+            return local_files.collect(source, directory, limit)
         case WarcSource():
-            return lambda directory: web_pages.collect(source, directory)
+            return web_pages.collect(source, directory)
         case HttpSource():
-            return lambda directory: remote.collect(source, directory, parent / DOWNLOADS, limit)
+            return remote.collect(source, directory, directory.parent / DOWNLOADS, limit)
         case HubSource():
-            return lambda directory: hub.collect(source, directory, parent / ".huggingface", limit)
+            return hub.collect(source, directory, directory.parent / ".huggingface", limit)
         case PrefixSource():
-            return lambda directory: local_files.collect_prefix(source, directory)
+            return local_files.collect_prefix(source, directory)
 
 
 def describe(source: Source) -> str:

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from megacore.artifact.files import link_or_copy, read_json, workspace_errors, write_json
 from megacore.corpus.curate_job import CurateOptions, Job, discarding_job, document_file
-from megacore.corpus.documents import SourceFile, read_sources, write_sources
+from megacore.corpus.documents import SourceFile, names_sources, read_sources, write_sources
 from megacore.corpus.segments import segments
-from megacore.errors import ConfigError, DataFormatError, WorkerLostError
+from megacore.errors import DataFormatError, WorkerLostError
 from megacore.launch.workers import WorkerPool
 
 VERSION = 1
@@ -218,8 +218,6 @@ def search_corpus(
     benchmarks: Sequence[Benchmark],
     ngram: int,
     options: CurateOptions,
-    *,
-    named: bool,
 ) -> dict[str, Any]:
     """Search evaluation sets in a corpus directory, and write what was found to `directory`.
 
@@ -231,14 +229,12 @@ def search_corpus(
         benchmarks: evaluation sets with different names.
         ngram: number of words.
         options: sizes and number of processes.
-        named: True if the field `source` of a document says where it came from; otherwise its file
-            and line do.
 
     Returns counts. Raises ConfigError, DataFormatError, WorkerLostError, WorkspaceError.
     """
     with workspace_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-        job = Job.prepare(work, segments(corpus), (), {}, options, named=named)
+        job = _prepared(corpus, work, options)
         sets = [[benchmark.name, benchmark.items] for benchmark in benchmarks]  # the order counts
         write_json(work / _BENCHMARKS, {"ngram": ngram, "benchmarks": sets})
         _run_shards(job, "search", _search_shard, options.processes)
@@ -268,6 +264,11 @@ def search_corpus(
         "contaminated_items": len(matches),
         "ngram": ngram,
     }
+
+
+def _prepared(corpus: Path, work: Path, options: CurateOptions) -> Job:
+    """Return the job of a search or removal, which has no steps of curation."""
+    return Job.prepare(work, segments(corpus), (), {}, options, named=names_sources(corpus))
 
 
 def _summary(
@@ -354,8 +355,6 @@ def remove_documents(
     directory: Path,
     work: Path,
     options: CurateOptions,
-    *,
-    named: bool,
 ) -> dict[str, Any]:
     """Write the documents of a corpus that share no n-gram with an evaluation set.
 
@@ -369,13 +368,12 @@ def remove_documents(
         directory: empty corpus directory, on the file system of `work`.
         work: see `search_corpus`.
         options: sizes and number of processes.
-        named: see `search_corpus`.
 
     Returns counts. Raises DataFormatError, WorkerLostError, WorkspaceError.
     """
     with workspace_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-        job = Job.prepare(work, segments(corpus), (), {}, options, named=named)
+        job = _prepared(corpus, work, options)
         copies = _copies(searches, number)
         search = read_json(searches[number] / SEARCH_NAME)
         if len(search["shards"]) != len(job.shards):
@@ -506,17 +504,6 @@ def _run_shards(
             "a process of evaluate.contamination was killed, perhaps because memory ran out: the "
             "shards that are done are kept; run it again with fewer processes "
             "(data.curate_workers)"
-        ) from error
-
-
-def check_installed() -> None:
-    """Raise ConfigError unless datatrove is installed."""
-    try:
-        import datatrove  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"evaluate.contamination needs {error.name}, which is not installed: install "
-            "megacore[curate], or remove evaluate.contamination"
         ) from error
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megacore.artifact.files import link_or_copy, workspace_errors, write_json
 from megacore.config.curate import (
     CurateStep,
-    ExactDedupStep,
+    DedupStep,
     ExtractTextStep,
     LanguageStep,
     MinhashDedupStep,
@@ -33,7 +33,7 @@ from megacore.corpus.curate_job import (
 )
 from megacore.corpus.curate_report import Tally, summarize_clusters
 from megacore.corpus.curate_task import run_task
-from megacore.corpus.documents import SourceFile, read_sources, write_sources
+from megacore.corpus.documents import SourceFile, names_sources, read_sources, write_sources
 from megacore.corpus.segments import Segment, segments
 from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError
 from megacore.launch.workers import WorkerPool
@@ -51,7 +51,7 @@ def check_steps(steps: Sequence[CurateStep]) -> None:
     Models of languages that are not given are neither checked nor downloaded. Raises ConfigError,
     DataFormatError.
     """
-    check_installed()
+    check_installed("data.curate")
     from megacore.corpus import curate_blocks
 
     fingerprint(steps)
@@ -66,7 +66,7 @@ def check_steps(steps: Sequence[CurateStep]) -> None:
                     curate_blocks.load_model(step.model)
             elif isinstance(step, ExtractTextStep):
                 extract.check_installed()
-            elif not isinstance(step, ExactDedupStep):
+            elif not isinstance(step, DedupStep):
                 label = label_of(number, step)
                 curate_blocks.filter_blocks([(label, step)], Tally(), {})
         except ImportError as error:  # datatrove's blocks name what they need
@@ -108,7 +108,7 @@ def needed_bytes(size: int, steps: Sequence[CurateStep], earlier: int = 0) -> in
 
     `earlier` is the size of the earlier sources' documents, of which signatures are written.
     """
-    several = any(isinstance(step, ExactDedupStep | MinhashDedupStep) for step in steps)
+    several = any(isinstance(step, DedupStep) for step in steps)
     return int(size * (_WORK_FACTOR if several else 1.1) + earlier * _SIGNATURES)
 
 
@@ -133,14 +133,13 @@ def curate_corpus(
     Returns counts. Raises ConfigError, DataFormatError, WorkerLostError, WorkspaceError. Arguments
     as for `curate_segments`.
     """
-    named = read_sources(corpus) is None
     counts = curate_segments(
         segments(corpus),
         directory,
         work,
         steps,
         options,
-        named=named,
+        named=names_sources(corpus),
         earlier=[segments(each) for each in earlier],
         executor=executor,
     )

@@ -35,11 +35,12 @@ from megacore.artifact.files import (
 from megacore.artifact.manifest import file_digest
 from megacore.config.curate import (
     CurateStep,
-    ExactDedupStep,
+    DedupStep,
     LanguageStep,
     MinhashDedupStep,
     PythonStep,
     UrlStep,
+    compares_sources,
 )
 from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
@@ -148,7 +149,7 @@ def plan_phases(steps: Sequence[CurateStep], shards: int, earlier: int = 0) -> l
         )
 
     for number, step in enumerate(steps):
-        if not isinstance(step, ExactDedupStep | MinhashDedupStep):
+        if not isinstance(step, DedupStep):
             filters.append(number)
             continue
         unchanged = not filters and pending is None
@@ -267,14 +268,14 @@ def _module(place: str) -> ModuleType:
     return module
 
 
-def check_installed() -> None:
-    """Raise ConfigError unless datatrove is installed."""
+def check_installed(setting: str) -> None:
+    """Raise ConfigError unless datatrove, which the `setting` needs, is installed."""
     try:
         import datatrove  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"data.curate needs {error.name}, which is not installed: install megacore[curate], or "
-            "remove data.curate"
+            f"{setting} needs {error.name}, which is not installed: install megacore[curate], or "
+            f"remove {setting}"
         ) from error
 
 
@@ -388,9 +389,7 @@ class Job:
 
     def compares_sources(self, number: int) -> bool:
         """Return True if the step with this place also compares with earlier sources."""
-        step = self.steps[number]
-        across = isinstance(step, ExactDedupStep | MinhashDedupStep) and step.across_sources
-        return across and bool(self.earlier)
+        return bool(self.earlier) and compares_sources(self.steps[number : number + 1])
 
     def folder(self, phase: Phase) -> Path:
         """Return the folder with the receipts of a phase."""
@@ -433,7 +432,7 @@ class Job:
         clusters = {
             label_of(number, step): read_json(self.work / f"clusters-{number}.json")
             for number, step in enumerate(self.steps)
-            if isinstance(step, ExactDedupStep | MinhashDedupStep)
+            if isinstance(step, DedupStep)
         }
         labels = [label_of(number, step) for number, step in enumerate(self.steps)]
         return merged_report(labels, receipts, clusters)

@@ -137,6 +137,16 @@ def read_sources(
     return facts, files
 
 
+def names_sources(directory: Path) -> bool:
+    """Return True if the field `source` of a corpus's documents says where they came from.
+
+    `collect` and curation write it; in files that the corpus refers to it is a field like others.
+    Raises DataFormatError.
+    """
+    sources = read_sources(directory)
+    return sources is None or bool(sources[0].get("written"))
+
+
 def _below(directory: Path, path: str) -> str:
     return str(directory.absolute() / path)
 

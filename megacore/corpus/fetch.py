@@ -157,7 +157,7 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise DataFormatError(
-            f"{shown(url)} is no address ({_sentence(error)}): check data.source"
+            f"{shown(url)} is no address ({first_sentence(error)}): check data.source"
         ) from error
     for name in ("httpx", "httpcore"):  # they log the address of every request, with its tokens
         redact_log(logging.getLogger(name))
@@ -227,7 +227,7 @@ class _Download:
                 return self._attempt()
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 raise DataFormatError(
-                    f"{self._url} cannot be downloaded: {_sentence(error)}: check data.source"
+                    f"{self._url} cannot be downloaded: {first_sentence(error)}: check data.source"
                 ) from error
             except (httpx.TransportError, _BrokenOffError) as error:
                 # Progress counts only beyond the largest size so far. Otherwise a server that
@@ -247,7 +247,7 @@ class _Download:
         )
         return (
             f"the download of {self._url} failed {failures} times in a row "
-            f"({_sentence(error)}){note}: check the network and start again"
+            f"({first_sentence(error)}){note}: check the network and start again"
         )
 
     def _attempt(self) -> Version:
@@ -422,8 +422,10 @@ def _version_of(response: "httpx.Response", url: str) -> Version:
     )
 
 
-def _sentence(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")
+def first_sentence(error: BaseException) -> str:
+    """Return the first line of an error's message, without the full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def decompress(path: str | Path, file_format: FileFormat, start: int = 0) -> Ite
 def pieces(
     path: str | Path,
     file_format: FileFormat,
-    document_bytes: int = DOCUMENT_BYTES,
+    document_bytes: int,
     advice: str = ADVICE,
 ) -> Iterator[bytes]:
     """Yield the content of a JSON Lines file in pieces of at most 1 MiB, without byte order mark.
@@ -127,9 +127,7 @@ def pieces(
         yield piece
 
 
-def lines(
-    path: str | Path, document_bytes: int = DOCUMENT_BYTES, advice: str = ADVICE
-) -> Iterator[bytes]:
+def lines(path: str | Path, document_bytes: int, advice: str) -> Iterator[bytes]:
     """Yield the lines of a JSON Lines file without their newlines; an empty one may be the last.
 
     Raises DataFormatError, also with `advice` for a line of more than `document_bytes`, and

@@ -15,7 +15,8 @@ from megacore.artifact.files import workspace_errors
 from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter, SourceFile
-from megacore.corpus.formats import DOCUMENT_BYTES, too_large
+from megacore.corpus.fetch import first_sentence
+from megacore.corpus.formats import too_large
 from megacore.errors import DataFormatError, DownloadError
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def collect(
     source: HubSource,
     directory: Path,
     cache_directory: Path,
-    document_bytes: int = DOCUMENT_BYTES,
+    document_bytes: int,
 ) -> dict[str, Any]:
     """Write the text of every row as a document, in the data set's order, and return counts.
 
@@ -294,9 +295,3 @@ def _text(source: HubSource, row: dict[str, Any], number: int) -> str:
 def _name(source: HubSource) -> str:
     parts = [source.dataset, source.config, source.split, source.revision]
     return "the data set " + " ".join(part for part in parts if part)
-
-
-def first_sentence(error: BaseException) -> str:
-    """Return the first line of an error's message, without the full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". ")

@@ -39,7 +39,7 @@ def fingerprint(source: JsonlSource | ParquetSource | WarcSource) -> dict[str, A
 
 
 def collect(
-    source: JsonlSource | ParquetSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
+    source: JsonlSource | ParquetSource, directory: Path, document_bytes: int
 ) -> dict[str, int]:
     """Write `sources.json` and return counts.
 

@@ -17,7 +17,6 @@ from megacore.config.data import HttpSource, RemoteFile
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.fetch import fetch, forget, shown
-from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import count_documents
 from megacore.errors import DamagedFileError, DataFormatError
 from megacore.redact import address_identity
@@ -60,7 +59,7 @@ def collect(
     source: HttpSource,
     directory: Path,
     cache_directory: Path,
-    document_bytes: int = DOCUMENT_BYTES,
+    document_bytes: int,
 ) -> dict[str, int]:
     """Download and check every file, link it into `directory` and write `sources.json`.
 

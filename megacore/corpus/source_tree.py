@@ -16,7 +16,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import SourceTreeSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
-from megacore.corpus.formats import DOCUMENT_BYTES, too_large
+from megacore.corpus.formats import too_large
 from megacore.errors import DataFormatError
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -37,7 +37,10 @@ def pattern_of(source: SourceTreeSource) -> str | None:
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
     """Return the number of files, and one sha256 over all relative paths and content digests."""
     root, pattern = root_of(source), pattern_of(source)
-    entries = [[name, _digest(root / name)] for name in list_files(root, pattern)]
+    entries = []
+    for name in list_files(root, pattern):
+        with _reading(root / name):
+            entries.append([name, file_digest(root / name)])
     content: dict[str, Any] = {
         "files": len(entries),
         "sha256": hashlib.sha256(canonical_json(entries)).hexdigest(),
@@ -47,9 +50,7 @@ def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
     return key_parameters(source, "collect", content)
 
 
-def collect(
-    source: SourceTreeSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
-) -> dict[str, int]:
+def collect(source: SourceTreeSource, directory: Path, document_bytes: int) -> dict[str, int]:
     """Write each file as a document and return counts.
 
     Files that are not UTF-8 are skipped and counted; without a pattern, so are files that are empty
@@ -60,12 +61,16 @@ def collect(
     with CorpusWriter(directory, document_bytes) as writer:
         for name in list_files(root, pattern):
             files += 1
-            if (bytes_on_disk := _size(root / name)) > document_bytes:
-                if _is_text(root / name, with_zeros=pattern is not None):
+            path = root / name
+            with _reading(path):
+                bytes_on_disk = path.stat().st_size
+            if bytes_on_disk > document_bytes:
+                if _is_text(path, with_zeros=pattern is not None):
                     raise too_large(name, f"{bytes_on_disk:,} bytes", document_bytes)
                 skipped += 1
                 continue
-            content = _read(root / name)
+            with _reading(path):
+                content = path.read_bytes()
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError:
@@ -153,21 +158,6 @@ def _is_text(path: Path, *, with_zeros: bool) -> bool:
         except UnicodeDecodeError:
             return False
     return True
-
-
-def _digest(path: Path) -> str:
-    with _reading(path):
-        return file_digest(path)
-
-
-def _size(path: Path) -> int:
-    with _reading(path):
-        return path.stat().st_size
-
-
-def _read(path: Path) -> bytes:
-    with _reading(path):
-        return path.read_bytes()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import TextSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
-from megacore.corpus.formats import DOCUMENT_BYTES, RAISE, open_file, too_large, unreadable
+from megacore.corpus.formats import RAISE, open_file, too_large, unreadable
 from megacore.corpus.local_files import expand, without_links
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
@@ -58,9 +58,7 @@ def fingerprint(source: TextSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": len(entries), "sha256": digest})
 
 
-def collect(
-    source: TextSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
-) -> dict[str, int]:
+def collect(source: TextSource, directory: Path, document_bytes: int) -> dict[str, int]:
     """Write the documents and return counts.
 
     Files of a directory that are not text are skipped and counted. The source of a document is the

@@ -22,7 +22,8 @@ from megacore.artifact.files import (
 )
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
-from megacore.corpus.hub import broken_connections, disk_errors, first_sentence
+from megacore.corpus.fetch import first_sentence
+from megacore.corpus.hub import broken_connections, disk_errors
 from megacore.errors import ArtifactError, ConfigError, DownloadError, FileAccessError
 from megacore.redact import redact
 

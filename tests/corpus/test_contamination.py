@@ -59,7 +59,7 @@ def searched(
     directory.mkdir()
     options = CurateOptions(shard_bytes=shard_bytes, workers=workers)
     work = directory.with_name(f"{directory.name}.work")
-    return search_corpus(corpus, directory, work, SETS, 13, options, named=False)
+    return search_corpus(corpus, directory, work, SETS, 13, options)
 
 
 def naive(text: str, item: str, ngram: int = 13) -> bool:
@@ -199,7 +199,6 @@ def test_a_file_that_changes_while_it_is_searched_is_refused(
             tmp_path / "kept",
             tmp_path / "kept.work",
             options,
-            named=False,
         )
     assert not (tmp_path / "kept.work" / "job.json").exists()
     write_sources(corpus, "jsonl", [SourceFile.of(corpus / "rows.jsonl")], key="text")
@@ -225,7 +224,6 @@ def test_removal_leaves_out_hits_and_copies_of_all_sources(tmp_path: Path) -> No
             directory,
             tmp_path / f"w{number}",
             CurateOptions(shard_bytes=40, workers=1),
-            named=False,
         )
         rows = [
             json.loads(line)
@@ -255,7 +253,6 @@ def test_removal_leaves_out_hits_and_copies_of_all_sources(tmp_path: Path) -> No
                 tmp_path,
                 tmp_path / f"w-{reason[:6]}",
                 CurateOptions(shard_bytes=40, workers=1),
-                named=False,
             )
 
 
@@ -275,9 +272,7 @@ def test_the_reason_for_which_no_document_stays_is_named(
         searched(write_corpus(tmp_path / f"c{number}", rows), searches[number])
     options = CurateOptions(workers=1)
     with pytest.raises(DataFormatError, match=message):
-        remove_documents(
-            tmp_path / "c1", searches, 1, tmp_path, tmp_path / "w", options, named=False
-        )
+        remove_documents(tmp_path / "c1", searches, 1, tmp_path, tmp_path / "w", options)
 
 
 def test_sets_of_several_sources_are_joined(tmp_path: Path) -> None:

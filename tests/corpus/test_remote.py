@@ -186,7 +186,12 @@ def test_limits_and_faults_of_this_machine_keep_downloads_without_a_digest(
         shutil.rmtree(tmp_path / "out")
         (tmp_path / "out").mkdir()
         with pytest.raises(error, match=sentence):
-            remote.collect(source(site, path, key="missing"), tmp_path / "out", tmp_path / "cache")
+            remote.collect(
+                source(site, path, key="missing"),
+                tmp_path / "out",
+                tmp_path / "cache",
+                document_bytes=10**8,
+            )
     kept = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert {"a.jsonl", "zeros.jsonl.gz", "d.parquet"} <= kept
     assert len(list((tmp_path / "cache").glob("*/a.jsonl"))) == 2
