@@ -69,6 +69,11 @@ class RankLayout(ParallelLayout):
         return self.data * self.pipeline * self.tensor * self.context
 
     @property
+    def copies(self) -> int:
+        """Number of ranks with the same weights, which sum gradients: data x context."""
+        return self.data * self.context
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """Sizes along `AXES`."""
         return self.pipeline, self.data, self.context, self.tensor

@@ -203,11 +203,6 @@ class Iteration:
         train = self.config.train
         return train.global_batch_size // (train.micro_batch_size * self.layout.data)
 
-    @property
-    def _copies(self) -> int:
-        """Number of ranks with the same weights, which sum gradients: data x context."""
-        return self.layout.data * self.layout.context
-
     @cached_property
     def spec(self) -> ModelSpec:
         """Description of the model."""
@@ -468,9 +463,9 @@ class Iteration:
             makespan: seconds of all passes.
         """
         layout, parallel = self.layout, self.config.parallel
-        group = self._summing(self._copies, layout.tensor, sharded=zero_of(self.config).stage > 0)
+        group = self._summing(layout.copies, layout.tensor, sharded=zero_of(self.config).stage > 0)
         fetched = self._fetched(parameters)
-        if self._copies == 1:
+        if layout.copies == 1:
             return max(fetched - makespan, fetched / max(1, layers))
         zero = zero_of(self.config).stage
         width = min(self.software.gradient_bytes, 2 if parallel.grad_reduce_dtype == "bf16" else 4)
@@ -499,7 +494,7 @@ class Iteration:
         slowest = offload.transfer_gbs
         if zero.offload_param == "nvme":
             slowest = min(slowest, offload.nvme_gbs)
-        size = self.rates.element * parameters / self._copies
+        size = self.rates.element * parameters / self.layout.copies
         return 2 * self.micro_batches * size / (slowest * 1e9)
 
     def optimizer(self, parameters: int, layers: int) -> float:
@@ -508,7 +503,7 @@ class Iteration:
         An offloaded update moves gradients to the host and weights back.
         """
         zero, machine = zero_of(self.config), self.machine
-        share = parameters / (self._copies if zero.stage else 1)
+        share = parameters / (self.layout.copies if zero.stage else 1)
         if machine.core is not None:
             update = layers * machine.core.layer_update_us + machine.core.iteration_us
             return update * 1e-6 + share * machine.core.parameter_ns * 1e-9
@@ -546,7 +541,7 @@ class Iteration:
     @property
     def _sharing(self) -> int:
         """Replicas that share the matrices of Muon."""
-        return self._copies if zero_of(self.config).stage else 1
+        return self.layout.copies if zero_of(self.config).stage else 1
 
     def _newton_schulz(self, chunks: Sequence[ModelChunk]) -> float:
         """Return the seconds of a rank's part of the products for the matrices of chunks."""
@@ -580,7 +575,7 @@ class Iteration:
         if layout.pipeline == 1 or model.untie_embeddings_and_output_weights:
             return 0.0
         size = self.spec.padded_vocab_size // layout.tensor * model.hidden_size
-        stride = layout.tensor * self._copies * (layout.pipeline - 1)
+        stride = layout.tensor * layout.copies * (layout.pipeline - 1)
         group = self._summing(2, stride)
         return group.all_reduce(self.software.gradient_bytes * size)
 

@@ -242,9 +242,9 @@ class Room:
     host_name: str | None = None
     """Host in the hostfile that has this memory; None means this host."""
 
-    def holds(self, need: MemoryEstimate) -> bool:
-        """Return True if the memory suffices."""
-        return need.total <= self.device and need.host <= self.host
+    def holds(self, need: MemoryEstimate, share: float = 1.0) -> bool:
+        """Return True if the memory suffices for `share` such ranks per rank."""
+        return need.total * share <= self.device and need.host * share <= self.host
 
 
 def check_memory(
@@ -289,14 +289,13 @@ def checkpoints_on_disk(config: RunConfig, vocab_size: int) -> tuple[int, int]:
 
     One more is written before the retention rules delete another.
     """
-    keep, iterations = config.checkpoint, config.train.train_iters
-    saves = -(-iterations // keep.save_interval)
+    keep = config.checkpoint
     kept = keep.keep_last + keep.keep_best
     if keep.keep_every is not None:
-        kept += iterations // math.lcm(keep.save_interval, keep.keep_every)
+        kept += config.train.train_iters // math.lcm(keep.save_interval, keep.keep_every)
     size = parameter_count(ModelSpec.of(config, vocab_size)) * CHECKPOINT_BYTES
     size -= 4 * whole_muon_elements(config, vocab_size)
-    return min(saves, kept + 1), size
+    return min(config.checkpoint_rounds, kept + 1), size
 
 
 def gib(count: int) -> str:
@@ -324,10 +323,7 @@ def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
     """Return the settings that suffice on their own, or those that save most if none does."""
 
     def fits(saving: Saving) -> bool:
-        return (
-            saving.after.total * saving.share <= room.device
-            and saving.after.host * saving.share <= room.host
-        )
+        return room.holds(saving.after, saving.share)
 
     best = savings(config, deployment, fits=fits)
     enough = [saving for saving in best if fits(saving)]

@@ -379,7 +379,7 @@ class _Space:
         if key not in self.states:
             layers = -(-self.config.model.num_layers // choice.pipeline)
             parameters = layers * sum(layer_sizes(self.config.model, choice.tensor))
-            copies = choice.data * choice.context
+            copies = choice.layout.copies
             self.states[key] = self._state(choice.applied(self.config), copies, parameters)
         return self.states[key]
 
@@ -465,9 +465,8 @@ class _Space:
             passes = min(passes, warm_up + 1)
         unlike = {(len(chunk.layers), chunk.has_embedding): chunk for chunk in chunks[::stages]}
         smallest = min(storage.chunk(chunk) for chunk in unlike.values())
-        copies = layout.data * layout.context
-        first = self._state(config, copies, sizes[0]) + passes * smallest
-        return max(first, self._state(config, copies, max(sizes)))
+        first = self._state(config, layout.copies, sizes[0]) + passes * smallest
+        return max(first, self._state(config, layout.copies, max(sizes)))
 
     def _stage_sizes(self, iteration: Iteration, chunks: tuple[ModelChunk, ...]) -> list[int]:
         """Return the parameters of a rank of each pipeline stage."""

@@ -132,7 +132,7 @@ def memory_of(iteration: Iteration) -> float:
         iteration.layout.data,
     )
     software = iteration.software.state_bytes
-    divided = iteration.layout.data * iteration.layout.context
+    divided = iteration.layout.copies
     if software is None:
         return max(stage.total for stage in stages)
     kept, shared = software

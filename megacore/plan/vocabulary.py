@@ -33,21 +33,22 @@ def expected_vocab_size(tokenizer: TokenizerChoice) -> int:
 def _own_entries(tokenizer: TokenizerChoice) -> int:
     """Return the number of entries without the added sentinels."""
     match tokenizer:
-        case TrainBpeTokenizer() | TrainWordPieceTokenizer() as choice:
-            return choice.vocab_size
-        case HfTokenizer() as choice:
-            file = choice.local_file
+        case TrainBpeTokenizer() | TrainWordPieceTokenizer():
+            return tokenizer.vocab_size
+        case HfTokenizer():
+            file = tokenizer.local_file
             return HUB_VOCAB_SIZE if file is None else _entries(file, "data.tokenizer.name")
-        case Gpt2BpeTokenizer() as choice:
-            if not Path(choice.merge_file).is_file():
+        case Gpt2BpeTokenizer():
+            if not Path(tokenizer.merge_file).is_file():
                 raise ConfigError(
-                    f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path"
+                    f"data.tokenizer.merge_file: {tokenizer.merge_file} is no file: correct the "
+                    "path"
                 )
-            return _entries(Path(choice.vocab_file), "data.tokenizer.vocab_file")
-        case BertWordPieceTokenizer() as choice:
-            return _lines(Path(choice.vocab_file), "data.tokenizer.vocab_file")
-        case SentencePieceTokenizer() as choice:
-            return _pieces(Path(choice.model_file), "data.tokenizer.model_file")
+            return _entries(Path(tokenizer.vocab_file), "data.tokenizer.vocab_file")
+        case BertWordPieceTokenizer():
+            return _lines(Path(tokenizer.vocab_file), "data.tokenizer.vocab_file")
+        case SentencePieceTokenizer():
+            return _pieces(Path(tokenizer.model_file), "data.tokenizer.model_file")
 
 
 def is_on_the_hub(choice: TokenizerChoice) -> bool:
