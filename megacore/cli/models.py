@@ -136,16 +136,11 @@ def _passkey_config(**options: Any) -> "PasskeyConfig":
 
     Raises ConfigError.
     """
-    from pydantic import ValidationError
-
-    from megacore.config.load import format_errors
+    from megacore.config.load import validated
     from megacore.config.train import PasskeyConfig
 
     values = {name: value for name, value in options.items() if value is not None}
-    try:
-        config = PasskeyConfig(**values)
-    except ValidationError as error:
-        raise ConfigError(f"the passkey test: {format_errors(error, PasskeyConfig)}") from error
+    config = validated(PasskeyConfig, values, "the passkey test")
     if values and not config.lengths:
         raise ConfigError(
             f"the {next(iter(values))} of the passkey test are given without --passkey, its "

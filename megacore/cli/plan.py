@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megacore.errors import ConfigError, HostsSilentError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -115,20 +117,20 @@ def plan(
         return
     extra = [name for name, value in searching.items() if value is not None]
     if extra:
-        raise _usage(f"{', '.join(extra)} given without --search: add it, or remove them")
+        raise ConfigError(f"{', '.join(extra)} given without --search: add it, or remove them")
     _show(load_config(conf, overrides), hardware, draw)
 
 
 def _check_options(conf: str | None, table: Path | None, others: Mapping[str, Any]) -> None:
     """Raise ConfigError unless exactly one of CONF and --table is given, with its options."""
     if (conf is None) == (table is None):
-        raise _usage(
+        raise ConfigError(
             "give either the name of a configuration, as in `megacore plan gpt2-tiny`, or "
             f"--table FILE.csv{'' if conf is None else ', not both'}"
         )
     extra = [name for name, value in others.items() if value is not None]
     if table is not None and extra:
-        raise _usage(f"{', '.join(extra)} given with --table, whose rows say it: remove them")
+        raise ConfigError(f"{', '.join(extra)} given with --table, whose rows say it: remove them")
 
 
 def _check_search(
@@ -140,9 +142,9 @@ def _check_search(
     from megacore.plan.draw import check_drawable
 
     if gpus is None:
-        raise _usage("--search needs the number of GPUs, as in --gpus 1024")
+        raise ConfigError("--search needs the number of GPUs, as in --gpus 1024")
     if draw is not None:
-        raise _usage("--draw shows the schedule of one layout: use --chart with --search")
+        raise ConfigError("--draw shows the schedule of one layout: use --chart with --search")
     if chart is not None:
         check_drawable(chart, "--chart")
         check_output_file(chart, "--chart")
@@ -150,19 +152,13 @@ def _check_search(
         check_new(write, "--write")
 
 
-def _usage(sentence: str) -> Exception:
-    from megacore.errors import ConfigError
-
-    return ConfigError(sentence)
-
-
 def _predict_table(table: Path | None, output: Path | None) -> None:
     from megacore.plan.table import predict_table
 
     if table is None:
-        raise _usage("--output given without --table: name the table of runs to predict")
+        raise ConfigError("--output given without --table: name the table of runs to predict")
     if output is None:
-        raise _usage("--table needs --output FILE.csv, the table with the predictions")
+        raise ConfigError("--table needs --output FILE.csv, the table with the predictions")
     rows, refused = predict_table(table, output)
     _print(f"{rows} rows, {refused} refused, wrote {output}")
 
@@ -239,7 +235,6 @@ def _hardware_of_hosts(config: "RunConfig") -> "Hardware":
     Raises HostsSilentError if no host of the hostfile answers.
     """
     from megacore.cluster.hosts.hardware import hardware_of
-    from megacore.errors import HostsSilentError
 
     try:
         return hardware_of(config.launch)
@@ -296,7 +291,6 @@ def _searchable(conf: str, overrides: Mapping[str, Any]) -> tuple["RunConfig", d
     search chooses itself.
     """
     from megacore.config import load_config
-    from megacore.errors import ConfigError
     from megacore.plan.search_result import CHOSEN
 
     try:
@@ -320,7 +314,7 @@ def _check_slots(config: "RunConfig", gpus: int) -> None:
 
     slots = sum(hosts_of(config.launch).values())
     if slots and slots != gpus:
-        raise _usage(
+        raise ConfigError(
             f"--gpus is {gpus} and {config.launch.hostfile} has {slots} slots, which a run of the "
             f"written configuration would start: give --gpus {slots}, or another launch.hostfile"
         )

@@ -1,3 +1,7 @@
+import inspect
+from collections.abc import Callable
+from typing import get_args
+
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -5,6 +9,9 @@ from typer.testing import CliRunner
 from megacore import __version__
 from megacore.cli import app
 from megacore.cli._options import options_named, with_options
+from megacore.cli.curate import curate
+from megacore.cli.index import index
+from megacore.cli.tokenize import tokenize
 from megacore.config.data import DataConfig
 from megacore.errors import DataFormatError
 
@@ -47,3 +54,29 @@ def test_each_command_has_both_options_of_help(command: list[str]) -> None:
     assert short.exit_code == 0
     assert short.output == long.output
     assert "Usage:" in short.output
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "field"),
+    [
+        (curate, "shard_mb", "curate_shard_mb"),
+        (curate, "max_document_mb", "max_document_mb"),
+        (curate, "on_bad_line", "on_bad_line"),
+        (tokenize, "on_bad_line", "on_bad_line"),
+        (tokenize, "sentence_splitter", "sentence_splitter"),
+        (tokenize, "language", "language"),
+        (index, "index_style", "index_style"),
+        (index, "packing", "packing"),
+        (index, "add_extra_token", "add_extra_token"),
+        (index, "drop_last_partial", "drop_last_partial"),
+    ],
+)
+def test_an_option_has_the_default_and_the_values_of_its_field(
+    command: Callable[..., None], option: str, field: str
+) -> None:
+    parameter = inspect.signature(command).parameters[option]
+    kind, info = get_args(parameter.annotation)
+    configured = DataConfig.model_fields[field]
+    assert parameter.default == configured.default
+    assert get_args(kind) == get_args(configured.annotation)
+    assert info.max == next((each.le for each in configured.metadata if hasattr(each, "le")), None)
