@@ -23,7 +23,6 @@ from tasks.zeroshot import text_digests
 
 REPORT = "contamination.json"
 SPLITS = ("valid", "test")
-_SHARD_BYTES = 64_000_000
 _SHOWN = 5
 """Number of examples of each evaluation set in the page of the stage."""
 
@@ -118,7 +117,6 @@ def _options(config: RunConfig) -> Any:
     from megacore.corpus.curate_job import CurateOptions
 
     return CurateOptions(
-        shard_bytes=_SHARD_BYTES,
         skip_bad_lines=config.data.on_bad_line == "skip",
         document_bytes=config.data.max_document_bytes,
         workers=config.data.curate_workers,

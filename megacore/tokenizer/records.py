@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacore.artifact.files import read_json, reason_of
 from megacore.errors import DataFormatError
@@ -38,18 +38,6 @@ class FileRecord:
         return cls(
             segment.path, segment.key, first_line=first_line, size=os.path.getsize(segment.path)
         )
-
-
-def documents_record(
-    files: Sequence[FileRecord], facts: dict[str, Any], directory: Path | None
-) -> dict[str, Any]:
-    """Return the content of a documents.json in `directory`.
-
-    Paths are absolute if `directory` is None. `facts` are further entries, such as the tokenizer
-    and the options of the stage.
-    """
-    entries = [asdict(file) | {"path": portable(file.path, directory)} for file in files]
-    return {"format": FORMAT, "files": entries, **facts}
 
 
 def portable(path: str | Path, directory: Path | None) -> str:

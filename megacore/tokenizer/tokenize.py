@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_samp
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
 from megacore.tokenizer.records import (
     DOCUMENTS_NAME,
+    FORMAT,
     FileRecord,
-    documents_record,
     join_shards,
     portable,
     read_files,
@@ -124,6 +124,7 @@ def tokenize_corpus(
     sources = read_sources(corpus_directory)
     if sources is not None and sources[0]["kind"] == "prefix":
         counts = _link(sources[0]["prefix"], tokenizer, directory, options)
+        check_tokens(counts, corpus_directory)
         origin = portable(sources[0]["prefix"], directory)
         # The options with which these files were made are unknown.
         facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}
@@ -142,7 +143,6 @@ def tokenize_corpus(
             )
             check_tokens(counts, corpus_directory)
         record_documents(directory, files, tokenizer, tokenizer_directory, options)
-    check_tokens(counts, corpus_directory)
     read_sources(corpus_directory)  # a file may have changed while it was read
     return {**counts, "vocab_size": tokenizer.vocab_size}
 
@@ -259,24 +259,20 @@ def documents_facts(
     tokenizer, or None if it has neither.
     """
     partitions = {} if options.partitions == 1 else {"partitions": options.partitions}
-    return documents_record(
-        files,
-        {
-            "shuffle_seed": options.shuffle_seed,
-            **partitions,
-            "append_eod": options.append_eod,
-            "split_sentences": options.split_sentences,
-            "tokenizer": {
-                "directory": None
-                if tokenizer_path is None
-                else portable(tokenizer_path, directory),
-                "eod_id": tokenizer.eod_id,
-                "eod_token": tokenizer.eod_token,
-                "vocab_size": tokenizer.vocab_size,
-            },
+    return {
+        "format": FORMAT,
+        "files": [asdict(file) | {"path": portable(file.path, directory)} for file in files],
+        "shuffle_seed": options.shuffle_seed,
+        **partitions,
+        "append_eod": options.append_eod,
+        "split_sentences": options.split_sentences,
+        "tokenizer": {
+            "directory": None if tokenizer_path is None else portable(tokenizer_path, directory),
+            "eod_id": tokenizer.eod_id,
+            "eod_token": tokenizer.eod_token,
+            "vocab_size": tokenizer.vocab_size,
         },
-        directory,
-    )
+    }
 
 
 class ShuffleOnExit:

@@ -20,3 +20,9 @@ def test_a_boolean_is_refused_where_a_number_is_expected() -> None:
         ValueError, match="count is true: give a value of its type, not true or false"
     ):
         Switches(count=True)
+
+
+def test_a_section_knows_which_fields_have_their_default() -> None:
+    switches = Switches(maybe=None, count=2)
+    assert switches.has_default("maybe")
+    assert not switches.has_default("count")

@@ -28,7 +28,7 @@ from megacore.corpus.contamination import (
     words_of,
 )
 from megacore.corpus.curate_job import CurateOptions
-from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.documents import CorpusWriter, SourceFile, names_sources, write_sources
 from megacore.data.copies import split_copies
 from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import DataFormatError
@@ -60,6 +60,17 @@ def searched(
     options = CurateOptions(shard_bytes=shard_bytes, workers=workers)
     work = directory.with_name(f"{directory.name}.work")
     return search_corpus(corpus, directory, work, SETS, 13, options)
+
+
+def test_documents_that_collect_or_curation_wrote_name_their_sources(tmp_path: Path) -> None:
+    read = write_corpus(tmp_path / "read", ["one"])
+    assert not names_sources(read)
+    write_sources(read, "jsonl", [SourceFile.of(read / "rows.jsonl")], key="text", written=True)
+    assert names_sources(read)
+    (tmp_path / "collected").mkdir()
+    with CorpusWriter(tmp_path / "collected") as writer:
+        writer.add("one", "a.txt")
+    assert names_sources(tmp_path / "collected")
 
 
 def naive(text: str, item: str, ngram: int = 13) -> bool:
