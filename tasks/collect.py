@@ -58,10 +58,8 @@ def punkt(config: RunConfig) -> StageResult:
     """Download nltk's Punkt model of `data.language`."""
     from megacore.tokenizer.sentences import download_punkt
 
-    def fill(directory: Path) -> dict[str, Any]:
-        download_punkt(directory, config.data.language)
-        return {
-            "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        }
-
-    return build(config, punkt_key(config), fill)
+    return build(
+        config,
+        punkt_key(config),
+        lambda directory: download_punkt(directory, config.data.language),
+    )

@@ -291,14 +291,12 @@ def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
     punkt_directory = find_punkt(options.language)
     if punkt_directory is None:
         key = StageKey.of("punkt", VERSION, {"language": options.language})
-
-        def fill(directory: Path) -> dict[str, int]:
-            download_punkt(directory, options.language)
-            return {
-                "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-            }
-
-        punkt_directory = build_artifact(Workspace.of().folder("punkt"), key, fill)[0].directory
+        artifact, _ = build_artifact(
+            Workspace.of().folder("punkt"),
+            key,
+            lambda directory: download_punkt(directory, options.language),
+        )
+        punkt_directory = artifact.directory
     return replace(options, sentence_data=punkt_directory)
 
 

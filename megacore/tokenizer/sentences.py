@@ -185,8 +185,8 @@ def model_directory(directory: Path, language: str) -> Path:
     )
 
 
-def download_punkt(directory: Path, language: str) -> None:
-    """Download nltk's `punkt_tab` models into the empty `directory`.
+def download_punkt(directory: Path, language: str) -> dict[str, int]:
+    """Download nltk's `punkt_tab` models into the empty `directory`, and return their bytes.
 
     Raises DownloadError if the download fails, DataFormatError if no model is for the language.
     """
@@ -205,6 +205,7 @@ def download_punkt(directory: Path, language: str) -> None:
     if not fetched:
         raise _unreachable("nltk gave no reason")
     model_directory(directory, language)
+    return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
 
 
 def find_punkt(language: str) -> Path | None:

@@ -193,7 +193,9 @@ def test_download_stores_the_model_in_the_directory(
         return True
 
     monkeypatch.setattr(Downloader, "download", fetch)
-    download_punkt(tmp_path, "english")
+    counts = download_punkt(tmp_path, "english")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert counts == {"bytes": sum(path.stat().st_size for path in files)}
     monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
     assert find_punkt("english") == tmp_path
     assert find_punkt("german") is None
