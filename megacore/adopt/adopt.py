@@ -13,10 +13,19 @@ import yaml
 from pydantic import ValidationError
 
 from megacore.adopt import megatron, nanotron, neox
-from megacore.adopt.check import Comparison, ForeignModel, compare, megatron_model
-from megacore.adopt.data import UNNAMED
-from megacore.adopt.read import Source, read_source
-from megacore.adopt.rules import Draft, Entry, Place, Refused, Setting, Settings, names
+from megacore.adopt.check import Comparison, compare
+from megacore.adopt.data import put_unnamed
+from megacore.adopt.read import read_settings
+from megacore.adopt.rules import (
+    Draft,
+    Entry,
+    Place,
+    Refused,
+    Setting,
+    Settings,
+    names,
+    put_hostfile,
+)
 from megacore.adopt.zero import put_scale, put_stage, read_json
 from megacore.config.load import key_of, name_of, parse_config
 from megacore.errors import ConfigError
@@ -69,16 +78,14 @@ def adopt(
         ConfigError: a file cannot be read, a setting has a value that it cannot have, or the files
             do not belong together.
     """
-    source = read_source(paths, given, program, ranks)
+    settings = read_settings(paths, given, program, ranks)
     name = name_of(paths[0])
-    if source.settings is None:
-        return Adoption("other", name, other=source.other)
-    settings = source.settings
+    if isinstance(settings, str):
+        return Adoption("other", name, other=settings)
     files, draft = ", ".join(path.name for path in paths), Draft()
     failure: Exception | None = None
-    batch = 0
     try:
-        batch = _translate(source, draft)
+        _translate(settings, draft)
     except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
         failure = error  # of a wrong value that the draft names, else of one that nothing checks
     if draft.wrong:
@@ -102,7 +109,7 @@ def adopt(
             draft.refuse("the whole", str(error), "correct these settings")
         else:
             draft.remarks.append(str(error))
-    comparison = _compared(source, draft, config, batch)
+    comparison = None if config is None else _compared(settings, draft, config)
     if comparison is not None and not comparison.agrees and not draft.refused:
         draft.refused.append(
             Refused("the whole", comparison.text.replace("\n", "; "), "report this difference")
@@ -128,53 +135,38 @@ def _wrong_values(draft: Draft, error: ConfigError) -> list[str]:
     return clauses
 
 
-def _translate(source: Source, draft: Draft) -> int:
-    """Fill the draft of a run, and return the samples of its first step."""
-    settings = source.settings
-    assert settings is not None
-    if settings.program in ("megatron", "megatron-deepspeed"):
-        megatron.translate(settings, draft, source.json)
-        if settings.entry in ("pretrain_hybrid", "pretrain_mamba"):
-            draft.refuse(f"{settings.entry}.py", "state-space layers (Mamba)", "pretrain_gpt.py")
-        if settings.entry == "pretrain_t5":
-            draft.refuse("pretrain_t5.py", "a bias of T5's output layer", "conf/t5-220m.yaml")
-    elif settings.program == "neox":
-        neox.translate(settings, draft)
-    elif settings.program == "nanotron":
-        nanotron.translate(settings, draft)
-    else:
-        _settings_only(source, draft)
-    start = draft.get("train.rampup_batch_size.start")
-    batch = start or draft.get("train.global_batch_size", 0)
-    return batch if isinstance(batch, int) else 0
+def _translate(settings: Settings, draft: Draft) -> None:
+    """Fill the draft of a run."""
+    match settings.program:
+        case "neox":
+            neox.translate(settings, draft)
+        case "nanotron":
+            nanotron.translate(settings, draft)
+        case "deepspeed" | "accelerate":
+            _settings_only(settings, draft)
+        case _:
+            megatron.translate(settings, draft)
 
 
-def _compared(
-    source: Source, draft: Draft, config: "RunConfig | None", batch: int
-) -> Comparison | None:
-    settings = source.settings
-    if settings is None or config is None:
-        return None
-    foreign: ForeignModel | None = None
-    if settings.program in ("megatron", "megatron-deepspeed"):
-        family = megatron.FAMILIES.get(settings.entry, "gpt")
-        if family != "t5":
-            replicas = megatron.data_parallel_size(settings, draft)
-            foreign = megatron_model(settings, family, replicas)
-    elif settings.program == "neox":
-        foreign = neox.neox_model(settings, batch)
-    elif settings.program == "nanotron":
-        foreign = nanotron.nanotron_model(settings, batch)
+def _compared(settings: Settings, draft: Draft, config: "RunConfig") -> Comparison | None:
+    """Compare the model with the program's formulas; None if the settings do not give its sizes."""
+    match settings.program:
+        case "neox":
+            foreign = neox.foreign_model(settings, draft)
+        case "nanotron":
+            foreign = nanotron.foreign_model(settings, draft)
+        case "deepspeed" | "accelerate":
+            foreign = None
+        case _:
+            foreign = megatron.foreign_model(settings, draft)
     return None if foreign is None else compare(foreign, config)
 
 
-def _settings_only(source: Source, draft: Draft) -> None:
+def _settings_only(settings: Settings, draft: Draft) -> None:
     """Fill the draft of DeepSpeed's JSON or Accelerate's YAML, which have no model."""
-    settings = source.settings
-    assert settings is not None
     place = Place(settings.entry, 1)
     if settings.program == "deepspeed":
-        read_json(draft, source.json or {}, place, settings.entry)
+        read_json(draft, settings.json or {}, place, settings.entry)
         if draft.get("train.precision") == "fp16":
             put_scale(draft)
         stage = draft.values.get("deepspeed.zero_stage")
@@ -182,7 +174,7 @@ def _settings_only(source: Source, draft: Draft) -> None:
             draft, int(stage.value) if stage else 0, [stage.origin if stage else settings.entry]
         )
     else:
-        _accelerate(draft, source.content, settings.entry)
+        _accelerate(draft, settings.accelerate, settings.entry)
     total = draft.get("train.global_batch_size")
     ranks = draft.get("launch.nproc_per_node", 1) * draft.get("launch.nnodes", 1)
     if total is None:
@@ -191,9 +183,7 @@ def _settings_only(source: Source, draft: Draft) -> None:
             draft.put("train.micro_batch_size", micro, "not written")
         draft.put("train.global_batch_size", micro * ranks, "one micro batch for each rank")
         draft.ask("train.global_batch_size", "how many samples has a step of all replicas?")
-    draft.put("data.source.kind", "prefix", "the file has no data")
-    draft.put("data.source.prefix", UNNAMED, "the file has no data")
-    draft.ask("data.source.prefix", "which token files? see megacore tokenize")
+    put_unnamed(draft, "the file has no data")
     draft.ask("model", "the file has no model: the sizes are those of megacore's defaults")
 
 
@@ -232,8 +222,7 @@ def _accelerate(draft: Draft, content: Mapping[str, Any], name: str) -> None:
             f"deepspeed_config_file {path}", "settings in another file", f"megacore adopt {path}"
         )
     if draft.get("launch.nnodes", 1) > 1 and "launch.hostfile" not in draft.values:
-        draft.put("launch.hostfile", "hostfile", "several hosts")
-        draft.ask("launch.hostfile", "name a file with the hosts, or use launch.kind slurm")
+        put_hostfile(draft)
     if (stage := zero.get("zero_optimization.stage")) is not None:
         for claim in zero.values():
             if claim is not stage and claim.value != "none":

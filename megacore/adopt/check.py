@@ -3,19 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megacore.adopt.rules import BadValueError, Settings, first, number, word
-
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
-VOCABULARIES = {
-    "gpt2bpetokenizer": 50257,
-    "bertwordpiecelowercase": 30522,
-    "bertwordpiececase": 28996,
-    "llama2tokenizer": 32000,
-    "gptsentencepiecetokenizer": 32000,
-}
-"""Entries of the published vocabularies by Megatron's name of the tokenizer."""
 OTHER_VOCABULARY = 50257
 """Number of entries that both sides assume for other tokenizers."""
 
@@ -131,87 +121,3 @@ def compare(foreign: ForeignModel, config: "RunConfig") -> Comparison:
         (foreign.operations, step_flops(shape, samples, "none")),
         foreign.vocabulary,
     )
-
-
-def megatron_model(settings: Settings, family: str, replicas: int | None) -> ForeignModel | None:
-    """Return the sizes by Megatron's flags and defaults; None if a number is not written."""
-
-    def count(flag: str, default: float | None = None) -> int:
-        setting = settings.get(flag)
-        if setting is None:
-            if default is None:
-                raise BadValueError(flag)
-            return int(default)
-        return int(number(first(setting)))
-
-    try:
-        hidden, heads = count("--hidden-size"), count("--num-attention-heads")
-        layers = count(
-            "--num-layers",
-            None if "--num-layers" in settings else count("--encoder-num-layers", -1),
-        )
-        swiglu = "--swiglu" in settings
-        inner = count(
-            "--ffn-hidden-size",
-            int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden,
-        )
-        groups = heads
-        if "--group-query-attention" in settings:
-            groups = count("--num-query-groups", 1)
-        groups = count("--num-key-value-heads", groups)
-        sequence = count(
-            "--seq-length",
-            None if "--seq-length" in settings else count("--encoder-seq-length", -1),
-        )
-        learned = not any(
-            flag in settings
-            for flag in (
-                "--use-rotary-position-embeddings",
-                "--no-position-embedding",
-                "--use-alibi-position-embeddings",
-            )
-        )
-        kind = settings.get("--position-embedding-type")
-        if kind is not None:
-            learned = learned and word(first(kind)) == "learned_absolute"
-        bias = "--disable-bias-linear" not in settings
-        norm = settings.get("--normalization")
-        tokenizer = settings.get("--tokenizer-type")
-        name = {"bert": "bertwordpiecelowercase"}.get(family, "gpt2bpetokenizer")
-        name = name if tokenizer is None else word(first(tokenizer)).lower()
-        batch = count("--global-batch-size", count("--micro-batch-size") * (replicas or 1))
-        rampup, steps = (
-            settings.get("--rampup-batch-size"),
-            settings.get("--step-batch-size-schedule"),
-        )
-        if rampup is not None:
-            batch = int(number(rampup.words[0]))
-        if steps is not None:
-            batch = int(
-                " ".join(steps.words).strip("\"'").replace(",", " ").split()[0].partition(":")[2]
-            )
-        return ForeignModel(
-            family=family,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            head_size=count("--kv-channels", hidden // heads),
-            groups=groups,
-            inner=inner,
-            gated=swiglu,
-            attention_bias=bias,
-            mlp_bias=bias,
-            norm_bias=norm is None or word(first(norm)).lower() == "layernorm",
-            untied="--untie-embeddings-and-output-weights" in settings,
-            positions=count("--max-position-embeddings", sequence) if learned else 0,
-            sequence=sequence,
-            vocabulary=count("--vocab-size", VOCABULARIES.get(name, OTHER_VOCABULARY)),
-            multiple=count("--make-vocab-size-divisible-by", 128)
-            * count("--tensor-model-parallel-size", 1),
-            batch=batch,
-            qk_norm="--qk-layernorm" in settings,
-            qkv_bias="--add-qkv-bias" in settings,
-            binary_head=family == "bert" and "--bert-no-binary-head" not in settings,
-        )
-    except (BadValueError, ValueError, ArithmeticError, IndexError):
-        return None

@@ -29,12 +29,26 @@ _TOKENIZERS = {
 """Tokenizer of each training program of Megatron-LM without --tokenizer-type."""
 MOST_ENTRIES = 2**30
 """Most entries of a vocabulary, as of `data.tokenizer.vocab_size`."""
-UNNAMED = "<path and prefix of the token files>"
 
 
 def prefix_source(path: str) -> dict[str, Any]:
     """Return the source of token files."""
     return {"kind": "prefix", "prefix": path}
+
+
+def put_unnamed(
+    draft: Draft,
+    origin: str = "no data is written",
+    question: str | None = "which token files? see megacore tokenize",
+) -> None:
+    """Set a placeholder for token files that no setting names, and ask for them.
+
+    Without a `question`, a setting that names them is refused.
+    """
+    draft.put("data.source.kind", "prefix", origin)
+    draft.put("data.source.prefix", "<path and prefix of the token files>", origin)
+    if question is not None:
+        draft.ask("data.source.prefix", question)
 
 
 def blend_of(words: list[str]) -> list[dict[str, Any]] | None:
@@ -60,16 +74,12 @@ def put_data(settings: Settings, draft: Draft, family: str, default: str) -> Non
         _put_path(draft, path)
     elif any(parts):
         _put_splits(draft, parts)
-    elif "--mock-data" in settings or not {
-        "--data-args-path",
-        "--per-split-data-args-path",
-    } & {item.name for item in settings}:
-        draft.put("data.source.kind", "prefix", "no data is written")
-        draft.put("data.source.prefix", UNNAMED, "no data is written")
-        draft.ask("data.source.prefix", "which token files? see megacore tokenize")
+    elif "--mock-data" not in settings and (
+        "--data-args-path" in settings or "--per-split-data-args-path" in settings
+    ):
+        put_unnamed(draft, question=None)
     else:
-        draft.put("data.source.kind", "prefix", "no data is written")
-        draft.put("data.source.prefix", UNNAMED, "no data is written")
+        put_unnamed(draft)
     if "data.split_blends.train" in draft.values:
         if split is not None:
             draft.ignore(split, "each split has its own data")
@@ -89,9 +99,7 @@ def put_data(settings: Settings, draft: Draft, family: str, default: str) -> Non
             value = number_of(setting, draft, f"data.fim.{key}")
             origins = [] if setting is None or setting.unknown else [setting]
             draft.put(f"data.fim.{key}", 0.5 if value is None else value, *origins, fim)
-    for setting in (rate, spm):
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, "Megatron reads it with --fim-data only")
+    draft.ignore_rest("Megatron reads it with --fim-data only", rate, spm)
 
 
 def put_split(draft: Draft, text: str, origin: Setting | str) -> None:
@@ -174,13 +182,9 @@ def put_tokenizer(settings: Settings, draft: Draft, family: str) -> None:
     size = settings.get("--vocab-size")
     if size is not None and not size.unknown:  # the formulas are compared with this vocabulary
         integer_of(size, draft, "data.tokenizer.vocab_size", least=1, most=MOST_ENTRIES)
-    for flag in ("--vocab-size", "--tiktoken-pattern"):
-        setting = settings.get(flag)
-        if setting is not None and flag not in draft.done:
-            draft.ignore(setting, "it follows from the tokenizer")
-    for setting in (vocab, merges, settings.get("--tokenizer-model"), model):
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, f"the tokenizer {name} does not read it")
+    draft.ignore_rest("it follows from the tokenizer", size, settings.get("--tiktoken-pattern"))
+    files = (vocab, merges, settings.get("--tokenizer-model"), model)
+    draft.ignore_rest(f"the tokenizer {name} does not read it", *files)
 
 
 def choose_tokenizer(

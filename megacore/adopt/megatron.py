@@ -1,13 +1,13 @@
 """Translation of Megatron-LM's and Megatron-DeepSpeed's command lines."""
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megacore.adopt.check import ForeignModel
 from megacore.adopt.data import put_data, put_tokenizer
 from megacore.adopt.megatron_flags import MEGATRON
-from megacore.adopt.megatron_model import ignore_rotary, put_model
+from megacore.adopt.megatron_model import ignore_rotary, model_sizes, put_model
 from megacore.adopt.rules import (
     BadValueError,
     Draft,
@@ -18,6 +18,7 @@ from megacore.adopt.rules import (
     number,
     number_of,
     positive,
+    put_hostfile,
     require,
     sources,
     word,
@@ -26,7 +27,7 @@ from megacore.adopt.zero import put_zero
 from megacore.foreign.files import read_number
 
 NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
-FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
+_FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 """Family of the model of each training program."""
 _SIZES = {
     "model.num_layers": "--num-layers",
@@ -66,15 +67,9 @@ MUON = {
 """Options of Megatron-LM's Muon that are constants of `megacore.optim.muon`."""
 
 
-def translate(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -> None:
-    """Fill the draft for the flags of a training program.
-
-    Args:
-        settings: flags, with the program in `entry`.
-        draft: draft to fill.
-        json: DeepSpeed's JSON of the run; None if there is none.
-    """
-    family = FAMILIES.get(settings.entry, "gpt")
+def translate(settings: Settings, draft: Draft) -> None:
+    """Fill the draft for the flags of the training program in `settings.entry`."""
+    family = _FAMILIES.get(settings.entry, "gpt")
     draft.put("family", family, f"{settings.entry}.py")
     for setting in settings:
         if setting.name.startswith("-"):
@@ -85,10 +80,10 @@ def translate(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) 
     require(settings, draft, _SIZES)
     put_model(settings, draft, family, default)
     _layout(settings, draft)
-    put_zero(settings, draft, json)
+    put_zero(settings, draft)
     put_launch(settings, draft)
     _batches(settings, draft)
-    _compare_batches(settings, draft, json or {})
+    _compare_batches(settings, draft)
     _schedule(settings, draft, default)
     _optimizer(settings, draft, default)
     _precision(settings, draft, default)
@@ -100,6 +95,18 @@ def translate(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) 
     put_tokenizer(settings, draft, family)
     ignore_rotary(settings, draft)
     MEGATRON.finish(list(settings), draft)
+    if settings.entry in ("pretrain_hybrid", "pretrain_mamba"):
+        draft.refuse(f"{settings.entry}.py", "state-space layers (Mamba)", "pretrain_gpt.py")
+    if settings.entry == "pretrain_t5":
+        draft.refuse("pretrain_t5.py", "a bias of T5's output layer", "conf/t5-220m.yaml")
+
+
+def foreign_model(settings: Settings, draft: Draft) -> ForeignModel | None:
+    """Return the sizes by Megatron's flags; None for T5, or if a number is not written."""
+    family = _FAMILIES.get(settings.entry, "gpt")
+    if family == "t5":
+        return None
+    return model_sizes(settings, family, data_parallel_size(settings, draft))
 
 
 def _layout(settings: Settings, draft: Draft) -> None:
@@ -172,10 +179,7 @@ def put_launch(settings: Settings, draft: Draft) -> None:
     draft.put("launch.nproc_per_node", per_host, origin)
     if hosts > 1:
         draft.put("launch.nnodes", hosts, origin)
-        draft.put("launch.hostfile", "hostfile", "several hosts")
-        draft.ask(
-            "launch.hostfile", f"name a file with the {hosts} hosts, or use launch.kind slurm"
-        )
+        put_hostfile(draft, hosts)
     settings.hosts = hosts
 
 
@@ -230,12 +234,12 @@ def _batches(settings: Settings, draft: Draft) -> None:
         shortest = min(lengths, key=lambda each: each[0])
         draft.put("train.train_iters", max(1, shortest[0]), shortest[1])
         for iterations, setting in lengths:
-            if setting.name not in draft.done:
-                draft.ignore(setting, f"its {iterations} iterations are not reached")
+            draft.ignore_rest(f"its {iterations} iterations are not reached", setting)
 
 
-def _compare_batches(settings: Settings, draft: Draft, json: Mapping[str, Any]) -> None:
+def _compare_batches(settings: Settings, draft: Draft) -> None:
     """Refuse batch sizes of DeepSpeed's JSON that contradict the flags."""
+    json = settings.json or {}
     path = settings.get("--deepspeed_config") or settings.get("--deepspeed-config")
     micro, total = (draft.values.get(f"train.{part}_batch_size") for part in ("micro", "global"))
     if path is None or micro is None or total is None:
@@ -278,8 +282,7 @@ def _growth(settings: Settings, draft: Draft) -> None:
     name = "train.rampup_batch_size"
     if rampup is not None:
         if rampup.unknown:
-            draft.missing.append((rampup, name))
-            draft.done.add(rampup.name)
+            draft.lack(rampup, name)
         elif len(rampup.words) != 3:
             draft.refuse(rampup, "three numbers are needed", "START INCREMENT SAMPLES")
         else:
@@ -418,8 +421,7 @@ def _optimizer(settings: Settings, draft: Draft, default: str) -> None:
     chosen = settings.get("--optimizer")
     name = "adam" if chosen is None else word(first(chosen)).lower()
     if chosen is not None and chosen.unknown:
-        draft.missing.append((chosen, "optim.name"))
-        draft.done.add(chosen.name)
+        draft.lack(chosen, "optim.name")
     elif chosen is not None and name in ("muon", "dist_muon"):
         draft.put("optim.name", "muon", chosen)
         if name == "dist_muon":
@@ -452,8 +454,7 @@ def _muon(settings: Settings, draft: Draft, default: str) -> None:
     for flag, option in MUON.items():
         setting = settings.get(flag)
         if setting is not None and setting.unknown:
-            draft.missing.append((setting, f"{option.feature}, which is absent here"))
-            draft.done.add(flag)
+            draft.lack(setting, f"{option.feature}, which is absent here")
         elif _value(setting, option.default) == _value(None, option.value):
             if setting is not None:
                 draft.ignore(setting, "it is the only value here")
@@ -554,9 +555,7 @@ def _recompute(settings: Settings, draft: Draft) -> None:
         "--activations-checkpoint-num-layers",
         "--deepspeed-activation-checkpointing",
     ):
-        setting = settings.get(flag)
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, "each layer's input is stored: memory only")
+        draft.ignore_rest("each layer's input is stored: memory only", settings.get(flag))
 
 
 def _intervals(settings: Settings, draft: Draft, default: str) -> None:
@@ -600,9 +599,7 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
         origins = [each for each in profile if each is not None and not each.unknown]
         draft.put("train.profile.from", (10 if begin is None else begin) + 1, *origins)
         draft.put("train.profile.to", 12 if end is None else end, *origins)
-    for setting in profile[1:]:
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, "Megatron reads it with --profile only")
+    draft.ignore_rest("Megatron reads it with --profile only", *profile[1:])
 
 
 def _mean(settings: Settings, draft: Draft) -> None:
@@ -655,6 +652,4 @@ def _start(settings: Settings, draft: Draft) -> None:
         "--load-tag": "it names a checkpoint's directory",
         "--ckpt-step": "it names a checkpoint's directory",
     }.items():
-        setting = settings.get(flag)
-        if setting is not None and flag not in draft.done:
-            draft.ignore(setting, reason)
+        draft.ignore_rest(reason, settings.get(flag))

@@ -1,5 +1,6 @@
 """Translation of the options of Megatron-LM's and Megatron-DeepSpeed's models."""
 
+from megacore.adopt.check import OTHER_VOCABULARY, ForeignModel
 from megacore.adopt.rules import (
     BadValueError,
     Draft,
@@ -8,6 +9,7 @@ from megacore.adopt.rules import (
     first,
     integer,
     integer_of,
+    number,
     number_of,
     sources,
     word,
@@ -15,6 +17,14 @@ from megacore.adopt.rules import (
 
 _LLAMA3_FACTOR = 8.0
 """Megatron's default of --rope-scaling-factor."""
+_VOCABULARIES = {
+    "gpt2bpetokenizer": 50257,
+    "bertwordpiecelowercase": 30522,
+    "bertwordpiececase": 28996,
+    "llama2tokenizer": 32000,
+    "gptsentencepiecetokenizer": 32000,
+}
+"""Entries of the published vocabularies by Megatron's name of the tokenizer."""
 
 
 def put_model(settings: Settings, draft: Draft, family: str, default: str) -> None:
@@ -127,13 +137,11 @@ def _mlp(settings: Settings, draft: Draft, default: str) -> None:
         activation, used = "gelu", [exact]
     elif unfused is not None or no_bias is not None:
         activation = "gelu"
-        used = [each for each in (unfused, no_bias) if each is not None]
+        used = sources(unfused, no_bias)
     else:
         activation, used = "gelu_tanh", [f"{default}: the fused GELU"]
     draft.put("model.activation", activation, *used)
-    for each in (openai, unfused, exact):
-        if each is not None and each.name not in draft.done:
-            draft.ignore(each, f"the activation is {activation}")
+    draft.ignore_rest(f"the activation is {activation}", openai, unfused, exact)
     width = settings.get("--ffn-hidden-size")
     hidden = draft.get("model.hidden_size")
     if width is not None:
@@ -168,8 +176,7 @@ def _window(settings: Settings, draft: Draft) -> None:
     sizes = " ".join(window.words).strip("()'\" ").replace(",", " ").split()
     if len(sizes) != 2 or sizes[1] != "0" or not sizes[0].isdecimal():
         draft.refuse(window, "a window after the token", "model.sliding_window")
-        if skip is not None and skip.name not in draft.done:
-            draft.ignore(skip, "the window is refused")
+        draft.ignore_rest("the window is refused", skip)
     elif skip is not None and every == 1:
         draft.ignore(window, f"{skip} leaves no layer with a window")
         draft.ignore(skip, "no layer has a window")
@@ -207,3 +214,90 @@ def _rope_scaling(settings: Settings, draft: Draft) -> None:
     if linear is not None and divisor is not None:
         draft.put(f"{name}.kind", "linear", linear)
         draft.put(f"{name}.factor", divisor, linear)
+
+
+def model_sizes(settings: Settings, family: str, replicas: int | None) -> ForeignModel | None:
+    """Return the sizes by Megatron's flags and defaults; None if a number is not written.
+
+    `replicas` is the number of data-parallel replicas; None if it is not written.
+    """
+
+    def count(flag: str, default: float | None = None) -> int:
+        setting = settings.get(flag)
+        if setting is None:
+            if default is None:
+                raise BadValueError(flag)
+            return int(default)
+        return int(number(first(setting)))
+
+    try:
+        hidden, heads = count("--hidden-size"), count("--num-attention-heads")
+        layers = count(
+            "--num-layers",
+            None if "--num-layers" in settings else count("--encoder-num-layers", -1),
+        )
+        swiglu = "--swiglu" in settings
+        inner = count(
+            "--ffn-hidden-size",
+            int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden,
+        )
+        groups = heads
+        if "--group-query-attention" in settings:
+            groups = count("--num-query-groups", 1)
+        groups = count("--num-key-value-heads", groups)
+        sequence = count(
+            "--seq-length",
+            None if "--seq-length" in settings else count("--encoder-seq-length", -1),
+        )
+        learned = not any(
+            flag in settings
+            for flag in (
+                "--use-rotary-position-embeddings",
+                "--no-position-embedding",
+                "--use-alibi-position-embeddings",
+            )
+        )
+        kind = settings.get("--position-embedding-type")
+        if kind is not None:
+            learned = learned and word(first(kind)) == "learned_absolute"
+        bias = "--disable-bias-linear" not in settings
+        norm = settings.get("--normalization")
+        tokenizer = settings.get("--tokenizer-type")
+        name = {"bert": "bertwordpiecelowercase"}.get(family, "gpt2bpetokenizer")
+        name = name if tokenizer is None else word(first(tokenizer)).lower()
+        batch = count("--global-batch-size", count("--micro-batch-size") * (replicas or 1))
+        rampup, steps = (
+            settings.get("--rampup-batch-size"),
+            settings.get("--step-batch-size-schedule"),
+        )
+        if rampup is not None:
+            batch = int(number(rampup.words[0]))
+        if steps is not None:
+            batch = int(
+                " ".join(steps.words).strip("\"'").replace(",", " ").split()[0].partition(":")[2]
+            )
+        return ForeignModel(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            head_size=count("--kv-channels", hidden // heads),
+            groups=groups,
+            inner=inner,
+            gated=swiglu,
+            attention_bias=bias,
+            mlp_bias=bias,
+            norm_bias=norm is None or word(first(norm)).lower() == "layernorm",
+            untied="--untie-embeddings-and-output-weights" in settings,
+            positions=count("--max-position-embeddings", sequence) if learned else 0,
+            sequence=sequence,
+            vocabulary=count("--vocab-size", _VOCABULARIES.get(name, OTHER_VOCABULARY)),
+            multiple=count("--make-vocab-size-divisible-by", 128)
+            * count("--tensor-model-parallel-size", 1),
+            batch=batch,
+            qk_norm="--qk-layernorm" in settings,
+            qkv_bias="--add-qkv-bias" in settings,
+            binary_head=family == "bert" and "--bert-no-binary-head" not in settings,
+        )
+    except (BadValueError, ValueError, ArithmeticError, IndexError):
+        return None

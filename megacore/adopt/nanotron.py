@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.adopt.check import ForeignModel
-from megacore.adopt.data import MOST_ENTRIES, UNNAMED
+from megacore.adopt.data import MOST_ENTRIES, put_unnamed
 from megacore.adopt.rules import (
     DECIDES_DATA,
     DECIDES_START,
@@ -24,6 +24,7 @@ from megacore.adopt.rules import (
     number,
     number_of,
     positive,
+    put_ranks,
     require,
     sources,
     value_of,
@@ -239,11 +240,9 @@ def _model(settings: Settings, draft: Draft) -> None:
         draft.put(
             "train.z_loss",
             1e-4 if coefficient is None else coefficient,
-            *[s for s in (enabled, loss) if s is not None],
+            *sources(enabled, loss),
         )
-    for setting in (enabled, loss):
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, "the z-loss is off")
+    draft.ignore_rest("the z-loss is off", enabled, loss)
     mask = settings.get(f"{_MODEL}_use_doc_masking")
     if mask is not None and mask.value:
         draft.put("data.reset_attention_mask", True, mask)
@@ -304,17 +303,12 @@ def _layout(settings: Settings, draft: Draft) -> None:
     draft.put(
         "train.global_batch_size",
         batch * accumulated * replicas,
-        *[each for each in (micro, steps, data) if each is not None],
+        *sources(micro, steps, data),
     )
     context = draft.get("parallel.context_parallel_size", 1)
     ranks = tensor * context * pipeline * replicas
-    per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
     product = "dp x tp x cp x pp" if context > 1 else "dp x tp x pp"
-    draft.put("launch.nproc_per_node", per_host, f"{product} = {ranks} ranks")
-    if ranks > per_host:
-        draft.put("launch.nnodes", ranks // per_host, f"dp x tp x pp = {ranks} ranks")
-        draft.put("launch.hostfile", "hostfile", "several hosts")
-        draft.ask("launch.hostfile", "name a file with the hosts, or use launch.kind slurm")
+    put_ranks(draft, ranks, f"{product} = {ranks} ranks")
     mode = settings.get("parallelism.tp_mode")
     if mode is not None:
         if str(mode.value).upper() == "REDUCE_SCATTER" and tensor > 1:
@@ -348,7 +342,7 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     # by default as many as if the decay began after the warm-up, also if it begins later
     steps = _whole(settings, draft, f"{_RATE}lr_decay_steps", total - warmup)
     style = word(value_of(settings, f"{_RATE}lr_decay_style", "linear"))
-    origins = [each for each in (style_s, steps_s, start_s, warmup_s) if each is not None]
+    origins = sources(style_s, steps_s, start_s, warmup_s)
     if begin > warmup:
         shape = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}.get(style)
         draft.put("optim.lr_decay_style", "WSD", *origins)
@@ -408,9 +402,7 @@ def _data(settings: Settings, draft: Draft) -> None:
             else:
                 draft.reject(stages, "give a list of stages, each with data and its dataset")
     if "data.source.kind" not in draft.values:
-        draft.put("data.source.kind", "prefix", "no data that can be read here")
-        draft.put("data.source.prefix", UNNAMED, "no data that can be read here")
-        draft.ask("data.source.prefix", "which token files? see megacore tokenize")
+        put_unnamed(draft, "no data that can be read here")
     draft.put("data.split", "969,30,1", "nanotron has no such split")
     draft.remarks.append(
         "nanotron trains on all documents; here data.split keeps 3.1 % of them for validation and "
@@ -503,7 +495,7 @@ def _count(settings: Settings, name: str) -> int:
     return int(setting.value)
 
 
-def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
+def foreign_model(settings: Settings, draft: Draft) -> ForeignModel | None:
     """Return the sizes by nanotron's keys; None if one is not written."""
     try:
         hidden, heads = _count(settings, "hidden_size"), _count(settings, "num_attention_heads")
@@ -527,7 +519,7 @@ def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
             vocabulary=_count(settings, "vocab_size"),
             multiple=int(value_of(settings, "model.make_vocab_size_divisible_by", 1))
             * int(value_of(settings, "parallelism.tp", 1)),
-            batch=batch,
+            batch=draft.get("train.global_batch_size", 0),
         )
     except (ValueError, TypeError, AttributeError, ArithmeticError):
         return None

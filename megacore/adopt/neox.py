@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.adopt.check import OTHER_VOCABULARY, ForeignModel
-from megacore.adopt.data import UNNAMED, choose_tokenizer, prefix_source, put_split
+from megacore.adopt.data import choose_tokenizer, prefix_source, put_split, put_unnamed
 from megacore.adopt.neox_keys import JSON_KEYS, NEOX
 from megacore.adopt.rules import (
     Draft,
@@ -15,6 +15,7 @@ from megacore.adopt.rules import (
     first,
     integer_of,
     number_of,
+    put_ranks,
     require,
     sources,
     value_of,
@@ -173,9 +174,7 @@ def _mlp(settings: Settings, draft: Draft) -> None:
         draft.put("model.activation", name, *([activation] if activation else []))
     elif activation is not None:
         draft.refuse(activation, f"the activation {name}", "model.activation gelu, relu or swiglu")
-    for each in (fused, settings.get("onnx_safe")):
-        if each is not None and each.name not in draft.done:
-            draft.ignore(each, f"the activation is {name}")
+    draft.ignore_rest(f"the activation is {name}", fused, settings.get("onnx_safe"))
     sizes = [
         settings.get(key) for key in ("intermediate_size", "expansion_factor", "mlp_multiple_of")
     ]
@@ -256,15 +255,13 @@ def _layout(settings: Settings, draft: Draft) -> None:
     stage_entry = draft.values.get("deepspeed.zero_stage")
     if stage_entry is not None:
         put_stage(draft, int(stage_entry.value), [stage_entry.origin])
+    named = settings.get("precision")
     if "train.precision" not in draft.values:
-        named = settings.get("precision")
         kind = {"bfloat16": "bf16", "fp16": "fp16", "fp32": "fp32"}.get(
             str(value_of(settings, "precision", "fp32"))
         )
         draft.put("train.precision", kind or "fp32", named or DEFAULT)
-    named = settings.get("precision")
-    if named is not None and named.name not in draft.done:
-        draft.ignore(named, "its block says the same")
+    draft.ignore_rest("its block says the same", named)
     if draft.get("train.precision") == "fp16":
         put_scale(draft)
 
@@ -304,11 +301,10 @@ def _batches(settings: Settings, draft: Draft) -> None:
         if steps is not None:
             draft.ignore(steps, "it follows from the batch sizes")
         return
-    origins: list[Setting | str] = [each for each in (micro, steps) if each is not None]
     draft.put(
         "train.global_batch_size",
         size * accumulated * replicas,
-        *origins,
+        *sources(micro, steps),
         f"x {replicas} replicas",
     )
     if gpus is None:
@@ -318,11 +314,7 @@ def _batches(settings: Settings, draft: Draft) -> None:
             f"({replica} GPUs): give --ranks N",
         )
     else:
-        draft.put("launch.nproc_per_node", min(gpus, 8), "the number of ranks")
-        if gpus > 8:
-            draft.put("launch.nnodes", -(-gpus // 8), "the number of ranks")
-            draft.put("launch.hostfile", "hostfile", "several hosts")
-            draft.ask("launch.hostfile", "name a file with the hosts, or use launch.kind slurm")
+        put_ranks(draft, gpus, "the number of ranks")
 
 
 def _schedule(settings: Settings, draft: Draft) -> None:
@@ -392,13 +384,9 @@ def _data(settings: Settings, draft: Draft) -> None:
                 {"weight": float(weight), "source": prefix_source(str(name))}
                 for weight, name in zip(numbers, paths.value, strict=False)  # type: ignore[union-attr]
             ]
-            draft.put(
-                f"data.split_blends.{part}", blend, *[s for s in (paths, weights) if s is not None]
-            )
+            draft.put(f"data.split_blends.{part}", blend, *sources(paths, weights))
     else:
-        draft.put("data.source.kind", "prefix", "no data is written")
-        draft.put("data.source.prefix", UNNAMED, "no data is written")
-        draft.ask("data.source.prefix", "which token files? give the file with data_path too")
+        put_unnamed(draft, question="which token files? give the file with data_path too")
     if split is not None and "data.split_blends.train" in draft.values:
         draft.ignore(split, "each split has its own data")
     elif "data.split_blends.train" not in draft.values:
@@ -416,9 +404,7 @@ def _data(settings: Settings, draft: Draft) -> None:
     vocab, merges = settings.get("vocab_file"), settings.get("merge_file")
     name = word(first(kind)) if kind is not None else "GPT2BPETokenizer"
     choose_tokenizer(draft, name, kind, vocab=vocab, merges=merges, model=None)
-    for setting in (vocab, merges):
-        if setting is not None and setting.name not in draft.done:
-            draft.ignore(setting, f"the tokenizer {name} does not read it")
+    draft.ignore_rest(f"the tokenizer {name} does not read it", vocab, merges)
 
 
 def _start(settings: Settings, draft: Draft) -> None:
@@ -442,10 +428,8 @@ def _start(settings: Settings, draft: Draft) -> None:
     if tuning and tune is not None and load is None:
         draft.put("train.pretrained_checkpoint", "<path of the checkpoint>", tune)
         draft.ask("train.pretrained_checkpoint", "which weights? import them with megacore import")
-    for name in ("finetune", "no_load_optim", "no_load_rng"):
-        setting = settings.get(name)
-        if setting is not None and name not in draft.done:
-            draft.ignore(setting, "a run resumes its own checkpoints completely")
+    reason = "a run resumes its own checkpoints completely"
+    draft.ignore_rest(reason, tune, without, settings.get("no_load_rng"))
     hostfile, launcher = settings.get("hostfile"), settings.get("launcher")
     if hostfile is not None:
         draft.put("launch.hostfile", str(hostfile.value), hostfile)
@@ -456,7 +440,7 @@ def _start(settings: Settings, draft: Draft) -> None:
             draft.ignore(launcher, "hosts are reached through ssh")
 
 
-def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
+def foreign_model(settings: Settings, draft: Draft) -> ForeignModel | None:
     """Return the sizes by NeoX's keys and defaults; None if one is not written."""
     try:
         hidden, heads = (
@@ -484,7 +468,7 @@ def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
             vocabulary=OTHER_VOCABULARY,
             multiple=int(value_of(settings, "make_vocab_size_divisible_by", 128))
             * int(value_of(settings, "model_parallel_size", 1)),
-            batch=replicas_batch,
+            batch=draft.get("train.global_batch_size", 0),
         )
     except (ValueError, TypeError, ArithmeticError):
         return None

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -122,26 +121,13 @@ _NEOX_SIGNS = frozenset(
 )
 
 
-@dataclass
-class Source:
-    """Settings of a run in other programs' files, or what the files are instead."""
-
-    settings: Settings | None = None
-    json: dict[str, Any] | None = None
-    """DeepSpeed's JSON of the run."""
-    other: str = ""
-    """Description of files that train no language model."""
-    content: dict[str, Any] = field(default_factory=dict)
-    """Content of Accelerate's YAML."""
-
-
-def read_source(
+def read_settings(
     paths: Sequence[Path],
     given: Mapping[str, str] | None = None,
     program: str | None = None,
     ranks: int | None = None,
-) -> Source:
-    """Read files of one run.
+) -> Settings | str:
+    """Return the settings of a run, or a description of files that train no language model.
 
     Args:
         paths: a script with its DeepSpeed JSON; one or several YAML files of GPT-NeoX; a YAML of
@@ -162,15 +148,15 @@ def read_source(
     if given and not scripts:
         raise ConfigError("--set gives values to the variables of a script, and there is none")
     contents = [(path, _content(path)) for path in others]
-    source = (
+    settings = (
         _of_script(scripts[0], contents, given, program)
         if scripts
         else _of_files(contents, program)
     )
-    if source.settings is not None and ranks is not None:
-        source.settings.ranks_per_host = min(ranks, 8) if ranks % 8 == 0 or ranks < 8 else ranks
-        source.settings.hosts = max(1, ranks // source.settings.ranks_per_host)
-    return source
+    if isinstance(settings, Settings) and ranks is not None:
+        settings.ranks_per_host = min(ranks, 8) if ranks % 8 == 0 or ranks < 8 else ranks
+        settings.hosts = max(1, ranks // settings.ranks_per_host)
+    return settings
 
 
 def _is_script(path: Path) -> bool:
@@ -216,12 +202,12 @@ def _lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
 _Contents = list[tuple[Path, tuple[Any, dict[str, int]]]]
 
 
-def _of_files(contents: _Contents, program: str | None) -> Source:
-    """Return the settings of YAML and JSON files without a script."""
+def _of_files(contents: _Contents, program: str | None) -> Settings | str:
+    """Return the settings of YAML and JSON files without a script, or what they are instead."""
     kinds = [program or kind_of(content) for _, (content, _) in contents]
     for (path, _), kind in zip(contents, kinds, strict=True):
         if kind is None:
-            return Source(other=f"{path.name} holds settings of none of {', '.join(PROGRAMS)}")
+            return f"{path.name} holds settings of none of {', '.join(PROGRAMS)}"
     if len(set(kinds)) > 1:
         raise ConfigError(
             f"the files belong to {', '.join(map(str, dict.fromkeys(kinds)))}: give those of one "
@@ -232,20 +218,20 @@ def _of_files(contents: _Contents, program: str | None) -> Source:
         settings = settings_of([(str(path), content, lines) for path, (content, lines) in contents])
         if "num_layers" not in settings:
             known = "generation" if "text_gen_type" in settings else "paths and options"
-            return Source(
-                other=f"{', '.join(p.name for p, _ in contents)}: a part of a GPT-NeoX "
+            return (
+                f"{', '.join(p.name for p, _ in contents)}: a part of a GPT-NeoX "
                 f"configuration ({known}) without a model: give it with the model's file"
             )
-        return Source(settings)
+        return settings
     if len(contents) > 1:
         raise ConfigError(f"several files of {kind}: give one")
     path, (content, lines) = contents[0]
     if kind == "nanotron":
-        return Source(_nanotron(path, content, lines))
+        return _nanotron(path, content, lines)
     if kind == "deepspeed":
         items = [Setting("--deepspeed_config", [path.name], Place(str(path), 1))]
-        return Source(Settings("deepspeed", path.name, items), json=content)
-    return Source(Settings("accelerate", path.name, []), content=content)
+        return Settings("deepspeed", path.name, items, json=content)
+    return Settings("accelerate", path.name, [], accelerate=content)
 
 
 def kind_of(content: Any) -> str | None:
@@ -290,8 +276,8 @@ def _nanotron(path: Path, content: Mapping[str, Any], lines: Mapping[str, int]) 
 
 def _of_script(
     path: Path, contents: _Contents, given: Mapping[str, str] | None, program: str | None
-) -> Source:
-    """Return the flags of the first training that a script starts."""
+) -> Settings | str:
+    """Return the flags of the first training that a script starts, or what it does instead."""
     script = read_script(path, given)
     trainings = [launch for launch in script.launches if TRAINING.search(launch.program)]
     remarks = list(dict.fromkeys(script.remarks))
@@ -308,7 +294,7 @@ def _of_script(
         words, names = _fragment(script)
         entry, launcher = "pretrain_gpt", ()
         if script.launches or not words or _starts_something(path):
-            return Source(other=_other(path, script))
+            return _other(path, script)
         remarks.append(
             f"no command trains here: the flags are those of the variables {', '.join(names)}"
         )
@@ -323,8 +309,9 @@ def _of_script(
     deepspeed = bool(flags & {"--deepspeed", "--deepspeed_config", "--zero-stage"})
     kind = program or ("megatron-deepspeed" if deepspeed else "megatron")
     settings = Settings(kind, entry, [_hinted(item, script) for item in items], remarks)
+    settings.json = _json(items, script, contents, path)
     _ranks(launcher, settings)
-    return Source(settings, json=_json(items, script, contents, path))
+    return settings
 
 
 def _flags(words: tuple[Word, ...]) -> tuple[list[Setting], list[str]]:

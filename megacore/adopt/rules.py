@@ -64,7 +64,7 @@ class Settings:
     """All settings of a run, in the order in which they were written; the last of a name counts."""
 
     program: str
-    """Program that they are for: megatron, megatron-deepspeed, neox, nanotron."""
+    """Program that they are for, one of `megacore.adopt.read.PROGRAMS`."""
     entry: str
     """Training program or files that they come from, such as pretrain_gpt.py."""
     items: list[Setting]
@@ -74,6 +74,10 @@ class Settings:
     hosts: int | None = None
     launcher: list[Setting] = field(default_factory=list)
     """Options of the launcher, such as --nproc_per_node."""
+    json: Mapping[str, Any] | None = None
+    """DeepSpeed's JSON of the run; None if there is none."""
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+    """Content of Accelerate's YAML; empty for other programs."""
 
     def __post_init__(self) -> None:
         self._last = {item.name: item for item in self.items}
@@ -161,6 +165,17 @@ class Draft:
         shown = value if len(value) <= 70 else f"{value[:67]}..."
         self.wrong.append(f"{setting.name} is {shown!r} ({setting.place}): {advice}")
         self.done.add(setting.name)
+
+    def lack(self, setting: Setting, name: str) -> None:
+        """Note a setting whose value is not written, and the dotted name that needs it."""
+        self.missing.append((setting, name))
+        self.done.add(setting.name)
+
+    def ignore_rest(self, reason: str, *settings: Setting | None) -> None:
+        """Note those of the settings that have no place yet: they change nothing here."""
+        for setting in settings:
+            if setting is not None and setting.name not in self.done:
+                self.ignore(setting, reason)
 
     def ask(self, name: str, question: str) -> None:
         """Note a question about a value of the configuration."""
@@ -304,8 +319,7 @@ class Rules:
                 draft.ignore(setting, reason)
             case Absent(feature, near, off):
                 if setting.unknown and off:
-                    draft.missing.append((setting, f"{feature}, which is absent here"))
-                    draft.done.add(setting.name)
+                    draft.lack(setting, f"{feature}, which is absent here")
                 elif _requests_nothing(setting, off):
                     draft.ignore(setting, "its value requests nothing")
                 else:
@@ -317,8 +331,7 @@ class Rules:
             case Choice(name, choices, feature, near):
                 key = word(first(setting)).lower()
                 if setting.unknown:
-                    draft.missing.append((setting, name))
-                    draft.done.add(setting.name)
+                    draft.lack(setting, name)
                 elif key in choices:
                     draft.put(name, choices[key], setting)
                 else:
@@ -329,8 +342,7 @@ class Rules:
     @staticmethod
     def _convert(setting: Setting, name: str, convert: Callable[[Any], Any], draft: Draft) -> None:
         if setting.unknown and convert is not word:
-            draft.missing.append((setting, name))
-            draft.done.add(setting.name)
+            draft.lack(setting, name)
             return
         try:
             value = convert(first(setting))
@@ -358,7 +370,7 @@ class Rules:
                     draft.remarks.append(f"{setting}: {purpose}, once the missing values are given")
                     continue
                 draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")
-            elif setting.name in draft.done and not names(text, setting.name):
+            elif not names(text, setting.name):
                 draft.ignore(setting, "another setting decides the same")
 
 
@@ -396,7 +408,23 @@ def names(text: str, name: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
 
 
-def sources(*settings: Setting | None, default: str = "") -> list[Setting | str]:
+def put_ranks(draft: Draft, ranks: int, origin: str) -> None:
+    """Set the launch of a number of ranks whose hosts are not written: at most 8 on each host."""
+    per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
+    draft.put("launch.nproc_per_node", per_host, origin)
+    if ranks > per_host:
+        draft.put("launch.nnodes", ranks // per_host, origin)
+        put_hostfile(draft)
+
+
+def put_hostfile(draft: Draft, hosts: int | None = None) -> None:
+    """Set a placeholder for the file with the hosts, and ask for it; `hosts` is their number."""
+    draft.put("launch.hostfile", "hostfile", "several hosts")
+    count = "" if hosts is None else f"{hosts} "
+    draft.ask("launch.hostfile", f"name a file with the {count}hosts, or use launch.kind slurm")
+
+
+def sources(*settings: Setting | str | None, default: str = "") -> list[Setting | str]:
     """Return the settings that are given; the stated default if there is none."""
     present: list[Setting | str] = [setting for setting in settings if setting is not None]
     return present or ([default] if default else [])
@@ -441,8 +469,7 @@ def _converted(
     if setting is None:
         return None
     if setting.unknown:
-        draft.missing.append((setting, name))
-        draft.done.add(setting.name)
+        draft.lack(setting, name)
         return None
     try:
         return convert(first(setting))

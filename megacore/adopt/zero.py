@@ -14,6 +14,7 @@ from megacore.adopt.rules import (
     integer,
     integer_of,
     number,
+    sources,
     switch,
     word,
 )
@@ -114,12 +115,13 @@ _OWN = {
 """Blocks that DeepSpeed does not read if a program passes these objects itself."""
 
 
-def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -> None:
+def put_zero(settings: Settings, draft: Draft) -> None:
     """Set ZeRO from the flags of Megatron-DeepSpeed and its JSON."""
+    json = settings.json
     used, flag = settings.get("--deepspeed"), settings.get("--zero-stage")
     path = settings.get("--deepspeed_config") or settings.get("--deepspeed-config")
     cpu = settings.get("--cpu-optimizer")
-    if used is None and path is None and settings.program != "deepspeed":
+    if used is None and path is None:
         for setting in (flag, cpu):
             if setting is not None:
                 draft.ignore(setting, "it is read with --deepspeed only")
@@ -140,14 +142,9 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
             "--clip-grad counts: set optim.clip_grad to 0 to repeat the run"
         )
     known = None if flag is not None and flag.unknown else flag
-    origins: list[Setting | str] = [each for each in (known, path, used) if each is not None]
-    if "deepspeed.zero_stage" in draft.values:
-        stage = draft.get("deepspeed.zero_stage")
-    offload = None
-    if cpu is not None:
-        offload = "cpu"
-        origins.append(cpu)
-    put_stage(draft, stage or 0, origins, offload)
+    stage = draft.get("deepspeed.zero_stage", stage)
+    offload = None if cpu is None else "cpu"
+    put_stage(draft, stage or 0, sources(known, path, used, cpu), offload)
 
 
 def _ignore_scales(settings: Settings, draft: Draft) -> None:
@@ -191,8 +188,6 @@ def put_stage(
     if "parallel.data_parallel_sharding" in draft.values and stage != 1:
         entry = draft.values.pop("parallel.data_parallel_sharding")
         draft.remarks.append(f"{entry.origin}: ZeRO stage {stage} contains it")
-    for name in ("zero_stage",):
-        draft.done.add(name)
 
 
 def _only_in_deepspeed(draft: Draft, stage: int, offload: str | None) -> list[str]:
@@ -275,8 +270,7 @@ def read_json(
                 _key(draft, setting, content)
             except (ValueError, TypeError, ArithmeticError):
                 if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", value):
-                    draft.missing.append((setting, JSON_VALUES.get(key, key)))
-                    draft.done.add(key)
+                    draft.lack(setting, JSON_VALUES.get(key, key))
                 else:
                     draft.refuse(setting, "its value cannot be read", "one number or true or false")
 

@@ -8,6 +8,15 @@ from megacore.errors import ConfigError
 from tests.adopt._samples import NANOTRON, adopted, config_of, refusals
 
 
+def test_numbers_of_ranks_and_hosts_name_all_sizes_of_nanotron(tmp_path: Path) -> None:
+    text = NANOTRON.replace("dp: 2,", "dp: 2, context_parallel_size: 2,")
+    draft = adopted(tmp_path, "a.yaml", text).draft
+    assert draft is not None
+    for name, value in (("nproc_per_node", 8), ("nnodes", 2)):
+        entry = draft.values[f"launch.{name}"]
+        assert entry == (value, "dp x tp x cp x pp = 16 ranks")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "feature"),
     [

@@ -35,6 +35,16 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
     assert (result.train.global_batch_size, result.launch.nproc_per_node) == (128, 8)
 
 
+@pytest.mark.parametrize(("gpus", "each", "hosts"), [(6, 6, None), (16, 8, 2), (20, 4, 5)])
+def test_neox_runs_on_as_many_gpus_as_are_given(
+    gpus: int, each: int, hosts: int | None, tmp_path: Path
+) -> None:
+    model = NEOX_MODEL.replace('"norm"', f'"global_num_gpus": {gpus}, "norm"')
+    draft = adopted(tmp_path, "a.yml", model, NEOX_PATHS).draft
+    assert draft is not None
+    assert (draft.get("launch.nproc_per_node"), draft.get("launch.nnodes")) == (each, hosts)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "feature"),
     [
