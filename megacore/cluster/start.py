@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.cluster.hosts.connection import agent_words
+from megacore.cluster.hosts.connection import agent_words, mark_on
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import (
@@ -219,10 +219,8 @@ def dry_run_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: 
     port = endpoint(launch.rdzv_endpoint)[1] or "<free port>"
     lines = []
     for number, host in enumerate(hosts):
-        lines.append(
-            f"{host}: "
-            f"{shlex.join(ssh.command(host, agent_words('<job>', host, number, os.environ)))}"
-        )
+        words = agent_words(mark_on(host, number, "<job>"), os.environ)
+        lines.append(f"{host}: {shlex.join(ssh.command(host, words))}")
         gpus = plan.gpus(host)
         lines.append(f"{host}: its agent runs {_line(gpus, plan.command(number, master, port))}")
     return [*lines, f"with the variables {', '.join(names)}"]

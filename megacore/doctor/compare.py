@@ -439,7 +439,7 @@ def speeds(facts: Facts) -> Finding | None:
     return judgement.finding()
 
 
-def storage_rates(facts: "Facts") -> Finding | None:
+def storage_rates(facts: Facts) -> Finding | None:
     """Check that the workspace is fast enough for training data and for checkpoints."""
     judgement = Judgement("storage")
     answered = facts.answered("storage")

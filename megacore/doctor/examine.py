@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.cluster.hosts.network import local_address
-from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
+from megacore.cluster.hosts.plan import endpoint, env_file_of, forwarded, read_env_file
 from megacore.cluster.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import is_this_machine
 from megacore.doctor.compare import compare
@@ -57,7 +57,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
     # Refuse a configuration that does not fit before contacting any host.
     needs_of(subject, "cpu", "fp32")
     launch = subject.launch
-    ssh = Ssh(Path(launch.ssh_config).absolute() if launch.ssh_config else None)
+    endpoint(launch.rdzv_endpoint)
+    ssh = Ssh.of(launch)
     contacts = reach_hosts(ssh, subject)
     answering = [host for host, contact in contacts.items() if contact.problem is None]
     environment = environment_of(subject)
@@ -261,7 +262,7 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
     if len(ready) < 2:
         return facts
     networks = dict(facts.answered("network"))
-    master, (address, port) = ready[0], endpoint_of(facts.launch.rdzv_endpoint)
+    master, (address, port) = ready[0], endpoint(facts.launch.rdzv_endpoint)
     endpoints = {host: (networks[host]["address"], networks[host]["ports"][0]) for host in ready}
     endpoints[master] = (address or endpoints[master][0], port or endpoints[master][1])
     seconds = min(_PORT_SECONDS, ends - time.monotonic() - _GRACE)
@@ -290,14 +291,6 @@ def _targets(host: str, hosts: Sequence[str]) -> list[str]:
         return [other for other in hosts if other != host]
     following = hosts[(hosts.index(host) + 1) % len(hosts)]
     return [other for other in dict.fromkeys((hosts[0], following)) if other != host]
-
-
-def endpoint_of(endpoint: str | None) -> tuple[str | None, int | None]:
-    """Return address and port of `host:port` or `host`; None for a missing part."""
-    if endpoint is None:
-        return None, None
-    host, sign, port = endpoint.rpartition(":")
-    return (host, int(port)) if sign and port.isdigit() else (endpoint, None)
 
 
 def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str, str]) -> Facts:

@@ -4,23 +4,22 @@
 hosts' answers.
 """
 
-import fcntl
 import ipaddress
 import socket
 import statistics
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megacore.cluster.hosts.network import interface_to, local_address
-from megacore.doctor.findings import Finding, Judgement, most_common
+from megacore.cluster.hosts.network import (
+    free_ports,
+    interface_address,
+    interface_to,
+    local_address,
+)
+from megacore.doctor.findings import Facts, Finding, Judgement, PairMeasurement, most_common
 from megacore.doctor.protocol import NO_ANSWER, NOT_BEGUN
 
-if TYPE_CHECKING:
-    from megacore.doctor.findings import Facts, PairMeasurement
-
-_SIOCGIFADDR = 0x8915
 _INTERFACES = Path("/sys/class/net")
 SLOW_LINK = 0.7
 """A host's link is slow if the median bandwidth of its pairs is below this fraction of the
@@ -91,16 +90,6 @@ def _route_from(peer: str) -> str | None:
         return None
 
 
-def interface_address(name: str) -> str | None:
-    """Return the IPv4 address of an interface; None if it has none or does not exist."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
 def describe_interface(name: str) -> dict[str, Any]:
     """Return speed (Mbit/s, None if not reported), MTU and state of an interface."""
     folder = _INTERFACES / name
@@ -125,19 +114,7 @@ def _number(path: Path) -> int | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
-def free_ports(count: int) -> list[int]:
-    """Return `count` different ports that are not in use."""
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for listener in sockets:
-            listener.bind(("", 0))
-        return [int(listener.getsockname()[1]) for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
-
-
-def names(facts: "Facts") -> Finding | None:
+def names(facts: Facts) -> Finding | None:
     """Check that hosts resolve the addresses that ssh uses, and none to a loopback address."""
     judgement = Judgement("names")
     for host, value in facts.answered("network"):
@@ -173,7 +150,7 @@ def _name_problem(host: str, peer: str, addresses: list[str]) -> str | None:
     return None
 
 
-def interfaces(facts: "Facts") -> Finding | None:
+def interfaces(facts: Facts) -> Finding | None:
     """Check that each host has an interface to the others, and that their MTU and speed agree."""
     judgement = Judgement("interface")
     answered = [(host, value) for host, value in facts.answered("network") if value["peers"]]
@@ -227,7 +204,7 @@ def interfaces(facts: "Facts") -> Finding | None:
     return judgement.finding()
 
 
-def ports(facts: "Facts") -> Finding | None:
+def ports(facts: Facts) -> Finding | None:
     """Check that the port of the rendezvous can be opened, and that hosts reach each other."""
     judgement = Judgement("ports")
     for host, answer in facts.reach.items():
@@ -256,7 +233,7 @@ def ports(facts: "Facts") -> Finding | None:
     return judgement.finding()
 
 
-def _reached(judgement: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
+def _reached(judgement: Judgement, facts: Facts, host: str, reached: dict[str, Any]) -> None:
     """Note the peers that a host reaches, and add an error for each that it does not reach.
 
     Peers that could not open their port are left out, because that is reported for them already.
@@ -284,7 +261,7 @@ def _reached(judgement: Judgement, facts: "Facts", host: str, reached: dict[str,
         )
 
 
-def bandwidth(facts: "Facts") -> Finding | None:
+def bandwidth(facts: Facts) -> Finding | None:
     """Check that every measured pair exchanges data, and that no host's link is slow."""
     judgement = Judgement("bandwidth")
     unmeasured = [pair for pair in facts.pairs if (pair.problem or "").startswith(NOT_BEGUN)]
@@ -344,7 +321,7 @@ def bandwidth(facts: "Facts") -> Finding | None:
     return judgement.finding()
 
 
-def _compared_with_the_model(judgement: Judgement, facts: "Facts", rates: dict[str, float]) -> None:
+def _compared_with_the_model(judgement: Judgement, facts: Facts, rates: dict[str, float]) -> None:
     """Add the time that a step's exchange takes; warn below gigabit Ethernet."""
     if not rates:
         return
@@ -368,7 +345,7 @@ def _compared_with_the_model(judgement: Judgement, facts: "Facts", rates: dict[s
 
 
 def host_medians(
-    pairs: "list[PairMeasurement]", value: "Callable[[PairMeasurement], float | None]"
+    pairs: list[PairMeasurement], value: Callable[[PairMeasurement], float | None]
 ) -> dict[str, float]:
     """Return the median of a value over the pairs of each host."""
     by_host: dict[str, list[float]] = {}

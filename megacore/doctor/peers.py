@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from megacore.cluster.hosts.network import INTERFACE_VARIABLES
 from megacore.doctor.protocol import NOT_BEGUN, answer, leave, say
 from megacore.launch.exit_reason import die_with_parent
 
@@ -43,7 +44,6 @@ _MEET_SECONDS = 12.0
 _COLLECTIVE_SECONDS = 10.0
 _PAIR_SECONDS = 30.0
 _LOCAL = "local"
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main() -> None:
@@ -61,8 +61,12 @@ def connect_ports(part: Mapping[str, Any]) -> None:
             `targets` ({host: [address, port]}) and `seconds`.
     """
     ends = time.monotonic() + float(part["seconds"])
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # launch.rdzv_endpoint may be an IPv6 address; torch's store listens on both protocols, too.
+    both = socket.has_dualstack_ipv6()
+    server = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if both:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     problem, heard = None, threading.Semaphore(0)
     try:
         server.bind(("", int(part["port"])))
@@ -145,9 +149,7 @@ def measure_rounds(part: Mapping[str, Any]) -> None:
     if part.get("rank") == 1:
         die_with_parent()
     os.environ.update(part["environment"])
-    user_interfaces = {
-        name: os.environ[name] for name in _INTERFACE_VARIABLES if name in os.environ
-    }
+    user_interfaces = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
     ends = time.monotonic() + float(part["seconds"])
     store = answer("store", lambda: _Stores(part), _COLLECTIVE_SECONDS)
     if "problem" in store:
@@ -240,7 +242,7 @@ def _measuring(
 
     def measure() -> dict[str, float]:
         device = "lo" if meeting.get(_LOCAL) else interface
-        for name in _INTERFACE_VARIABLES:
+        for name in INTERFACE_VARIABLES:
             if device is not None:
                 os.environ[name] = user_interfaces.get(name, device)
         return _measure(stores, meeting)

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.files import access_errors, workspace_errors
-from megacore.doctor.findings import Finding, Judgement
+from megacore.doctor.findings import Facts, Finding, Judgement
 from megacore.errors import MegacoreError
 
 if TYPE_CHECKING:
     from megacore.data.index_directory import IndexDescription
-    from megacore.doctor.findings import Facts
     from megacore.token_files.indexed_dataset import IndexedDataset
 
 PREFIX = ".doctor-"
@@ -133,7 +132,7 @@ def _remove_stale(workspace: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def workspaces(facts: "Facts") -> Finding | None:
+def workspaces(facts: Facts) -> Finding | None:
     """Check that every host can write the workspace, and that a shared one is one directory."""
     judgement = Judgement("workspace")
     shared = facts.several and _is_shared(facts)
@@ -160,9 +159,7 @@ def workspaces(facts: "Facts") -> Finding | None:
     return judgement.finding()
 
 
-def _shared_workspace(
-    judgement: Judgement, facts: "Facts", host: str, value: dict[str, Any]
-) -> None:
+def _shared_workspace(judgement: Judgement, facts: Facts, host: str, value: dict[str, Any]) -> None:
     path = facts.workspace
     if not value["exists"]:
         judgement.note(host, "missing")
@@ -237,7 +234,7 @@ def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple
     return mount
 
 
-def disks(facts: "Facts") -> Finding | None:
+def disks(facts: Facts) -> Finding | None:
     """Check that there is enough space for the output of a run."""
     judgement = Judgement("disk")
     needs = facts.needs
@@ -290,7 +287,7 @@ def disks(facts: "Facts") -> Finding | None:
     return judgement.finding()
 
 
-def _is_shared(facts: "Facts") -> bool:
+def _is_shared(facts: Facts) -> bool:
     return facts.launch.data_placement == "shared"
 
 
@@ -368,7 +365,7 @@ def _scan(
     }
 
 
-def tokens(facts: "Facts") -> Finding | None:
+def tokens(facts: Facts) -> Finding | None:
     """Check that the token files are complete, and that the vocabulary contains every id."""
     judgement = Judgement("tokens")
     for host, value in facts.answered("tokens"):
@@ -448,7 +445,7 @@ def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
                 )
 
 
-def index_maps(facts: "Facts") -> Finding | None:
+def index_maps(facts: Facts) -> Finding | None:
     """Check that the run's index maps are readable and belong to its token files."""
     judgement = Judgement("index maps")
     for host, value in facts.answered("index"):

@@ -16,14 +16,11 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megacore.doctor.findings import Finding, Judgement
+from megacore.doctor.findings import Facts, Finding, Judgement
 from megacore.doctor.machine import APEX_MODULES
 from megacore.hardware import driver_cuda, unsupported_accelerator
-
-if TYPE_CHECKING:
-    from megacore.doctor.findings import Facts
 
 _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "torch==2.15.*"}
 """Newest torch on the package index whose default build is for a version of CUDA."""
@@ -119,7 +116,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def toolchains(facts: "Facts") -> Finding | None:
+def toolchains(facts: Facts) -> Finding | None:
     """Check compilers and apex, and that driver, torch's CUDA and nvcc fit together."""
     judgement = Judgement("toolchain")
     for host, value in facts.answered("toolchain"):
@@ -330,7 +327,7 @@ def _extensions_directory() -> Path:
     return Path(root, f"{version}_{accelerator}")
 
 
-def operators(facts: "Facts") -> Finding | None:
+def operators(facts: Facts) -> Finding | None:
     """Check that the operators of DeepSpeed that the run needs can be compiled, and list all."""
     judgement = Judgement("operators")
     needed = facts.needs.operators if facts.needs is not None else ()

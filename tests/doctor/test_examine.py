@@ -8,20 +8,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacore.cluster.hosts.network import free_ports
 from megacore.cluster.hosts.ssh import HostResult, Ssh
 from megacore.config.launch import LaunchConfig
+from megacore.doctor import peers
 from megacore.doctor.examine import (
     ALL_PAIRS,
     RANDOM_ROUNDS,
     _requests,
     contact_of,
-    endpoint_of,
     environment_of,
     measure_pairs,
     pairs_of,
@@ -220,12 +222,6 @@ def test_slow_checks_are_requested_last() -> None:
         assert max(map(checks.index, ("workspace", "network", "index"))) < checks.index("gpus")
 
 
-def test_endpoint_is_split_into_host_and_port() -> None:
-    assert endpoint_of(None) == (None, None)
-    assert endpoint_of("10.0.0.1:29500") == ("10.0.0.1", 29500)
-    assert endpoint_of("head") == ("head", None)
-
-
 SECONDS = {"latency": 1e-4, "mb_1": 1e-3, "mb_64": 0.05}
 
 
@@ -387,6 +383,41 @@ def test_hosts_connect_to_the_first_and_the_next_host(monkeypatch: pytest.Monkey
     assert (requests[0]["h00"]["expected"], requests[0]["h05"]["expected"]) == (19, 1)
     assert tried.master == "h00"
     assert set(tried.reach) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target"),
+    [
+        (None, ["10.0.0.1", 4001]),
+        ("10.0.0.9:29500", ["10.0.0.9", 29500]),
+        ("head", ["head", 4001]),
+        ("[fd00::1]:29500", ["fd00::1", 29500]),
+        ("[fd00::1]", ["fd00::1", 4001]),
+    ],
+)
+def test_hosts_connect_to_the_rendezvous_endpoint_of_the_first(
+    endpoint: str | None, target: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, launch = record_requests(monkeypatch), LaunchConfig(rdzv_endpoint=endpoint)
+    hosts = facts(probe("a"), probe("b"), launch=launch)
+    hosts.probes["a"].values["network"]["address"] = "10.0.0.1"
+    try_ports(hosts, Ssh(), time.monotonic() + 50)
+    assert requests[0]["b"]["targets"]["a"] == target
+    assert requests[0]["a"]["port"] == target[1]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_ports_are_reached_at_an_ipv6_address() -> None:
+    lines: dict[str, Any] = {}
+    (port,) = free_ports(1)
+    answers = {
+        "a": {"host": "a", "port": port, "expected": 1, "targets": {}, "seconds": 5},
+        "b": {"host": "b", "port": 0, "expected": 0, "targets": {"a": ["::1", port]}, "seconds": 5},
+    }
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "say", lambda line: lines.update({str(line["value"]["port"]): line}))
+        list(pool.map(peers.connect_ports, answers.values()))
+    assert lines["0"]["value"]["reached"]["a"]["problem"] is None
 
 
 def test_ports_are_tried_by_a_connection() -> None:

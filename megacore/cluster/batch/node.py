@@ -26,7 +26,12 @@ from megacore.artifact.files import read_object, reason_of, workspace_errors, wr
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
 from megacore.cluster.batch.spec import BatchSpec, FollowerWatch
-from megacore.cluster.hosts.network import interface_problem, interface_to, local_address
+from megacore.cluster.hosts.network import (
+    INTERFACE_VARIABLES,
+    interface_problem,
+    interface_to,
+    local_address,
+)
 from megacore.cluster.hosts.plan import torchrun_command
 from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.config.run import RunConfig, with_current_names
@@ -291,10 +296,10 @@ def _own_job_file(spec: BatchSpec, node: JobNode, threads: int) -> Path:
 
 def _interfaces(spec: BatchSpec, node: JobNode, meeting: Meeting) -> dict[str, str]:
     """Return the variables with this node's network interface, unless the user set them."""
-    name, variables = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    name = spec.launch.interface
     unset = [
         variable
-        for variable in variables
+        for variable in INTERFACE_VARIABLES
         if not (spec.environment.get(variable) or os.environ.get(variable))
     ]
     if unset and name == "auto":

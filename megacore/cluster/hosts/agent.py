@@ -39,7 +39,12 @@ from pathlib import Path
 from types import FrameType
 
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, FULL, Channel, Message, WakeUp, wait
-from megacore.cluster.hosts.network import free_port, interface_problem, interface_to
+from megacore.cluster.hosts.network import (
+    INTERFACE_VARIABLES,
+    free_port,
+    interface_problem,
+    interface_to,
+)
 from megacore.launch.guard import catches, descendants, end_all, guarded, marked
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
@@ -53,7 +58,6 @@ RANK_FILE = re.compile(r"rank_(\d+)\.(?:json|beat|stack)", re.ASCII)
 
 _POLL = 0.2
 _LINE = 65536
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main(arguments: list[str]) -> int:
@@ -206,7 +210,7 @@ class Agent:
     def _start(self, message: Message) -> None:
         environment = {**os.environ, **message["environment"]}
         if self._interface is not None:
-            for name in _INTERFACES:
+            for name in INTERFACE_VARIABLES:
                 environment.setdefault(name, self._interface)
         try:
             self._ranks = HostRanks(message, environment)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from megacore.cluster.hosts.agent import RANK_FILE, versions
 from megacore.cluster.hosts.channel import Channel, Message
 from megacore.cluster.hosts.plan import Plan, endpoint, meeting_addresses, plan_ssh
-from megacore.cluster.hosts.ssh import SSH_FAILED, Ssh, python
+from megacore.cluster.hosts.ssh import SSH_FAILED, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
 from megacore.launch.guard import JOB_VARIABLE, host_mark, ignore_stops
@@ -134,10 +134,10 @@ class HostSet:
         self._master, second = meeting_addresses(
             self._ssh, self._plan.hosts, self._plan.rdzv_endpoint
         )
-        try:
-            hosts = connect(self._ssh, self._plan.hosts, self._mark, self._environment)
-        except OSError as error:
-            raise LaunchError(f"cannot start {error.filename}: {error.strerror}") from error
+        hosts, first = list[Connection](), 0
+        for number, (name, ranks) in enumerate(self._plan.hosts.items()):
+            hosts.append(self._connection(name, number, first, ranks))
+            first += ranks
         for host in hosts:
             host.channel.send(
                 "prepare",
@@ -147,6 +147,21 @@ class HostSet:
                 host_timeout=self._plan.host_timeout,
             )
         return hosts
+
+    def _connection(self, name: str, number: int, first: int, ranks: int) -> Connection:
+        """Start the agent of host `number`, whose ranks begin with `first`."""
+        mark = mark_on(name, number, self._mark)
+        command = self._ssh.command(name, agent_words(mark, self._environment))
+        try:
+            process = start_quietly(command)
+        except OSError as error:
+            raise LaunchError(f"cannot start {error.filename}: {error.strerror}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        channel = Channel(process.stdout.fileno(), process.stdin.fileno())
+        return Connection(name, number, first, ranks, process, channel, mark)
 
     def start_messages(
         self, hosts: list[Connection], variables: Mapping[str, str]
@@ -222,43 +237,19 @@ class HostSet:
                 process.kill()
 
 
-def connect(
-    ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[str, str]
-) -> list[Connection]:
-    """Start an agent on every host.
-
-    Args:
-        ssh: settings of ssh.
-        hosts: number of ranks of each host.
-        mark: mark of the job.
-        environment: variables of this process.
-
-    Raises:
-        OSError: ssh cannot be started.
-    """
-    connections, first = [], 0
-    for number, (name, ranks) in enumerate(hosts.items()):
-        own_mark = host_mark(mark, None if is_this_machine(name) else number)
-        process = start_quietly(ssh.command(name, agent_words(mark, name, number, environment)))
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        os.set_blocking(process.stderr.fileno(), False)
-        channel = Channel(process.stdout.fileno(), process.stdin.fileno())
-        connections.append(Connection(name, number, first, ranks, process, channel, own_mark))
-        first += ranks
-    return connections
+def mark_on(host: str, number: int, job: str) -> str:
+    """Return the mark of a job's processes on host `number`, from the job's own mark."""
+    return host_mark(job, None if is_this_machine(host) else number)
 
 
-def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str]) -> list[str]:
+def agent_words(mark: str, environment: Mapping[str, str]) -> list[str]:
     """Return the command that starts the agent on a host.
 
     The command sets the mark of the host's processes and passes on the variables of `environment`
     that the agent needs.
     """
-    own_mark = host_mark(mark, None if is_this_machine(host) else number)
     variables = {name: value for name, value in environment.items() if name in _NEEDED} | {
-        JOB_VARIABLE: own_mark
+        JOB_VARIABLE: mark
     }
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *python(AGENT)]
 

@@ -1,18 +1,15 @@
 """Choice of an attempt's hosts: all of the hostfile or, in an elastic run, those that are fit."""
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
 
+from megacore.cluster.hosts.hardware import ANSWER_LIMIT
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
 from megacore.config.run import RunConfig
 from megacore.errors import HostLostError, LaunchError, ParallelLayoutError
 from megacore.plan.layouts import layout_of
-
-ANSWER_LIMIT = 30.0
-"""Seconds for a host to answer, which may read Python from a cold file share first."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +75,8 @@ def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
         if result.problem is not None:
             unfit[result.host] = result.problem
         else:
-            with suppress(IndexError, KeyError, TypeError, ValueError):  # the start names it
-                # A shell may greet before the answer.
-                gpus[result.host] = len(json.loads(result.output.splitlines()[-1])["gpus"])
+            with suppress(KeyError, TypeError, ValueError):  # the start names it
+                gpus[result.host] = len(result.answer()["gpus"])
     if any(gpus.values()):
         unfit |= {
             host: f"{count} of the GPUs of its {slots[host]} slots can be used"

@@ -1,6 +1,5 @@
 """Hardware of the hosts on which the ranks of a job run."""
 
-import json
 import logging
 import time
 from contextlib import suppress
@@ -56,12 +55,11 @@ def _first_answer(hosts: tuple[str, ...], ssh_config: str | None) -> Hardware:
         for result in run_on_hosts(ssh, asked, python("megacore.hardware"), timeout=ANSWER_LIMIT):
             problem = result.problem
             if problem is None:
-                try:  # a shell may greet before the answer
-                    answer = json.loads(result.output.splitlines()[-1])
-                    hardware = Hardware.from_json(answer, host=result.host)
+                try:
+                    hardware = Hardware.from_json(result.answer(), host=result.host)
                     _remember(hardware, ssh_config)
                     return hardware
-                except (IndexError, KeyError, TypeError, ValueError):
+                except (KeyError, TypeError, ValueError):
                     problem = f"its answer is {result.output[-100:]!r}"
             problems.append(f"{result.host}: {problem}")
     remembered = _remembered(hosts, ssh_config)

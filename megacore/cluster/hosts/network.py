@@ -8,15 +8,27 @@ import socket
 import struct
 from pathlib import Path
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables with the interface of gloo and of NCCL."""
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("16s24x")
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different ports that are currently free on this host."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
 def free_port() -> int:
     """Return a port that is currently free on this host."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def local_address(peer: str) -> str:
@@ -54,14 +66,18 @@ def interface_problem(names: str) -> str | None:
     return f"it has no interface {absent[0]!r} (it has {', '.join(present)})" if absent else None
 
 
-def _addresses(name: str) -> list[str]:
-    addresses = []
+def interface_address(name: str) -> str | None:
+    """Return the IPv4 address of an interface; None if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, _IFREQ.pack(name.encode()[:15]))
-            addresses.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:  # the interface has no IPv4 address
-            pass
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _addresses(name: str) -> list[str]:
+    addresses = [address] if (address := interface_address(name)) is not None else []
     for line in _lines("/proc/net/if_inet6"):
         fields = line.split()
         if fields[-1] == name:

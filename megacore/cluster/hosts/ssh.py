@@ -3,6 +3,7 @@
 The ssh configuration sets port, user and identity.
 """
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
@@ -117,6 +118,13 @@ class HostResult:
         if self.code == SSH_FAILED:
             return f"ssh cannot reach it: {errors or 'no reason given'}"
         return f"the command ended with code {self.code}: {errors or 'no message'}"
+
+    def answer(self) -> Any:
+        """Return the JSON on the last line of the output. Raises ValueError if it is none.
+
+        A login script may have printed lines before it.
+        """
+        return json.loads((self.output.splitlines() or [b""])[-1])
 
 
 def check_ssh(hosts: Iterable[str]) -> None:

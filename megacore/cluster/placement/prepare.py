@@ -336,9 +336,8 @@ def _answer(result: HostResult, known: bool) -> dict[str, Any]:
             "then start again"
         )
     try:
-        # A login script may have printed lines before the answer.
-        answer: dict[str, Any] = json.loads(result.output.splitlines()[-1])
-    except (ValueError, IndexError) as error:
+        answer: dict[str, Any] = result.answer()
+    except ValueError as error:
         output = " ".join(result.output.decode(errors="replace").split())[-200:]
         raise LaunchError(
             f"host {result.host} answers {output!r} instead of what files it has"
