@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.cluster.batch.start import PROGRAMS, check_argument
+from megacore.cluster.batch.slurm import SlurmJob, check_argument
 from megacore.config.curate import CurateExecutor, RayExecutor, SlurmExecutor
 from megacore.corpus.curate import Executor
 from megacore.corpus.curate_job import Job, Phase
@@ -35,7 +35,7 @@ def check_executor(choice: CurateExecutor) -> None:
     if isinstance(choice, SlurmExecutor):
         for word in choice.arguments:
             check_argument(word, f"{_SETTING}.arguments")
-        for program in PROGRAMS["slurm"]:
+        for program in SlurmJob.programs:
             if shutil.which(program) is None:
                 raise LaunchError(
                     f"{_SETTING} is slurm and {program} is not installed here: run this where it "

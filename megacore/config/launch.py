@@ -193,10 +193,15 @@ class LaunchConfig(Section):
         return self.kind in ("slurm", "kubernetes")
 
     @property
+    def job_gpus(self) -> int | Literal["auto"]:
+        """GPUs that a scheduler's job requests on each host; auto means one for each rank."""
+        gpus = self.slurm.gpus_per_node if self.kind == "slurm" else "auto"
+        return 0 if gpus == "auto" and self.allow_cpu else gpus
+
+    @property
     def requests_gpus(self) -> bool:
         """True if the ranks run as a scheduler's job that requests GPUs."""
-        gpus = self.slurm.gpus_per_node if self.kind == "slurm" else "auto"
-        return self.has_scheduler and (not self.allow_cpu if gpus == "auto" else gpus > 0)
+        return self.has_scheduler and self.job_gpus != 0
 
     @model_validator(mode="after")
     def _hosts_come_from_one_place(self) -> Self:

@@ -13,6 +13,7 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +25,8 @@ from megacore.errors import MegacoreError
 from megacore.launch.exit_reason import read_reasons, remove_rank_files, write_launcher_reason
 from megacore.launch.watch import write_launcher_state
 
+SCHEDULERS: Mapping[str, type[Scheduler]] = {"slurm": SlurmJob, "kubernetes": KubernetesJob}
+"""Batch job of each scheduler, by its `launch.kind`."""
 _TICK = 0.25
 _QUICK, _SLOW = 1.0, 5.0
 """Seconds between two queries of the scheduler: soon after a change, and later."""
@@ -42,16 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     except MegacoreError as error:
         parser.exit(error.exit_code, f"{error}\n")
     try:
-        return Follower(spec, scheduler_of(spec)).follow()
+        return Follower(spec, SCHEDULERS[spec.launch.kind](spec)).follow()
     except MegacoreError as error:
         _say(spec, str(error))
         write_launcher_reason(spec.exit_directory, error)
         return error.exit_code
-
-
-def scheduler_of(spec: BatchSpec) -> Scheduler:
-    """Return the batch job for the scheduler of the specification."""
-    return SlurmJob(spec) if spec.launch.kind == "slurm" else KubernetesJob(spec)
 
 
 class Follower:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megacore.artifact.files import replace_file, workspace_errors
 from megacore.cluster.batch.scheduler import (
@@ -16,12 +16,14 @@ from megacore.cluster.batch.scheduler import (
     End,
     Look,
     Submission,
+    check_template,
     one_line,
     pause,
     render,
     run,
 )
 from megacore.cluster.batch.spec import BatchSpec
+from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     ConfigError,
     HostLostError,
@@ -72,6 +74,8 @@ _LOG_LIMIT = 10.0
 class KubernetesJob:
     """The JobSet of a specification."""
 
+    programs: ClassVar[tuple[str, ...]] = ("kubectl",)
+
     def __init__(self, spec: BatchSpec) -> None:
         """Keep `spec`; nothing is applied yet.
 
@@ -89,6 +93,27 @@ class KubernetesJob:
                 "that pods see: set MEGACORE_WORKSPACE to the directory that "
                 "launch.kubernetes.workspace_claim is mounted at"
             )
+
+    @staticmethod
+    def check(launch: LaunchConfig) -> None:
+        """Raise ConfigError for an option that is missing or cannot be used."""
+        options = launch.kubernetes
+        if options.image is None:
+            raise ConfigError(
+                "launch.kind is kubernetes without launch.kubernetes.image: name the image that "
+                "pods run"
+            )
+        if options.workspace_claim is None:
+            raise ConfigError(
+                "launch.kind is kubernetes without launch.kubernetes.workspace_claim: name the "
+                "PersistentVolumeClaim with the workspace"
+            )
+        if launch.elastic:
+            raise ConfigError(
+                f"launch.nnodes is {launch.nnodes}, and a JobSet has a fixed number of pods: give "
+                "one number"
+            )
+        check_template(options.template, "launch.kubernetes.template")
 
     @property
     def _again(self) -> str:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from megacore.artifact.files import read_record, workspace_errors, write_json
+from megacore.cluster.batch.spec import BatchSpec
+from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.launch.guard import ignore_stops
 from megacore.launch.watch import State
@@ -97,8 +99,23 @@ class Submission:
 class Scheduler(Protocol):
     """A batch job of one scheduler."""
 
+    programs: ClassVar[tuple[str, ...]]
+    """Programs of the scheduler that must be installed where the flow runs."""
     silence: str
     """Output of the scheduler's program when it did not answer the last time."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        """Keep the specification; nothing is submitted yet. Raises ConfigError."""
+
+    @staticmethod
+    def check(launch: LaunchConfig) -> None:
+        """Raise ConfigError for an option that is missing or cannot be used."""
+
+    def command(self) -> list[str]:
+        """Return the command that submits the job."""
+
+    def text(self, token: str) -> str:
+        """Return the script or manifest of the submission `token`. Raises ConfigError."""
 
     def remove(self, earlier: Submission) -> None:
         """End a job that an earlier follower submitted, and wait for its end.
@@ -185,6 +202,14 @@ def say(text: str) -> None:
     """Write a line with the time to standard output."""
     sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
     sys.stdout.flush()
+
+
+def check_template(template: str | None, setting: str) -> None:
+    """Raise ConfigError if the user's template, named by the option `setting`, is not a file."""
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(
+            f"{setting} is {template!r}, and there is no such file: correct it, or set it to null"
+        )
 
 
 def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:

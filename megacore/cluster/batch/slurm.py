@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from megacore.artifact.files import replace_file, workspace_errors
 from megacore.cluster.batch.scheduler import (
@@ -15,6 +16,7 @@ from megacore.cluster.batch.scheduler import (
     End,
     Look,
     Submission,
+    check_template,
     one_line,
     pause,
     render,
@@ -22,7 +24,9 @@ from megacore.cluster.batch.scheduler import (
     say,
 )
 from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
+from megacore.config.launch import LaunchConfig
 from megacore.errors import (
+    ConfigError,
     HostLostError,
     LaunchError,
     MegacoreError,
@@ -48,6 +52,12 @@ _HIDING = {
 }
 """Variables of sbatch that the script does not get: they would override its lines by which the job
 is found."""
+_NOT_TO_FOLLOW = (
+    *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap"),
+    *("--test-only", "-Q", "--quiet", "-J", "--job-name", "-M", "--clusters"),
+    "--open-mode",
+)
+"""Options of sbatch that are refused: with them the job or its output could not be found."""
 ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"),
     *("DEADLINE", "OUT_OF_MEMORY", "REVOKED"),
@@ -79,6 +89,8 @@ _SUBMISSION_PAUSE = 10.0
 class SlurmJob:
     """The Slurm batch job of a specification."""
 
+    programs: ClassVar[tuple[str, ...]] = ("sbatch", "scontrol", "squeue", "scancel")
+
     def __init__(self, spec: BatchSpec) -> None:
         """Keep `spec`; nothing is submitted yet."""
         self.silence = ""
@@ -86,6 +98,13 @@ class SlurmJob:
         self._job = ""
         self._output: Path | None = None
         self._read = 0
+
+    @staticmethod
+    def check(launch: LaunchConfig) -> None:
+        """Raise ConfigError for an option that cannot be used."""
+        for word in launch.slurm.arguments:
+            check_argument(word, "launch.slurm.arguments")
+        check_template(launch.slurm.template, "launch.slurm.template")
 
     @property
     def _again(self) -> str:
@@ -281,6 +300,27 @@ class SlurmJob:
             self.copy_output()
             if size_before != self._read or not self._read:
                 time.sleep(0.2)
+
+
+def check_argument(word: str, setting: str) -> None:
+    """Raise ConfigError unless `word` in a setting is an option of sbatch that is not refused.
+
+    sbatch would take another word as the script. It also accepts the beginning of a long option as
+    an abbreviation.
+    """
+    if not word.startswith("-"):
+        raise ConfigError(
+            f"{setting} has {word!r}, which is no option: write each option with its "
+            "value as one word, such as --constraint=h100"
+        )
+    name = word.partition("=")[0] if word.startswith("--") else word[:2]
+    if any(
+        option == name or (option.startswith(name) and len(name) > len("--"))
+        for option in _NOT_TO_FOLLOW
+    ):
+        raise ConfigError(
+            f"{setting} has {word}, with which the job could not be followed: leave it out"
+        )
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:

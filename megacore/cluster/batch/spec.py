@@ -80,12 +80,8 @@ class BatchSpec(Section):
     @property
     def gpus_per_node(self) -> int:
         """Number of GPUs to request for each node."""
-        requested = self.launch.slurm.gpus_per_node if self.launch.kind == "slurm" else "auto"
-        return (
-            (0 if self.launch.allow_cpu else self.ranks_per_node)
-            if requested == "auto"
-            else requested
-        )
+        requested = self.launch.job_gpus
+        return self.ranks_per_node if requested == "auto" else requested
 
     @property
     def cpus_per_node(self) -> int:

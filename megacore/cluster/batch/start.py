@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.artifact.workspace import workspace_root
-from megacore.cluster.batch.kubernetes import KubernetesJob
-from megacore.cluster.batch.slurm import SlurmJob
+from megacore.cluster.batch.follow import SCHEDULERS
 from megacore.cluster.batch.spec import FOLLOWER_LIMIT, STOP_MARGIN, BatchSpec, ranks_per_node
 from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
 from megacore.cluster.hosts.ssh import python
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ConfigError, LaunchError, ParallelLayoutError
+from megacore.errors import LaunchError, ParallelLayoutError
 from megacore.jobs.run import Job, RankJob
 from megacore.launch.guard import JOB_VARIABLE
 from megacore.plan.layouts import layout_of
@@ -22,13 +21,6 @@ from megacore.plan.layouts import layout_of
 if TYPE_CHECKING:
     from megacore.cluster.start import Start
 
-PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": ("kubectl",)}
-_NOT_TO_FOLLOW = (
-    *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap"),
-    *("--test-only", "-Q", "--quiet", "-J", "--job-name", "-M", "--clusters"),
-    "--open-mode",
-)
-"""Options of sbatch that are refused: with them the job or its output could not be found."""
 _PLACEHOLDER = "00000000"
 """Placeholder in a dry run for the random part of a job's name."""
 
@@ -41,62 +33,14 @@ def check_batch(launch: LaunchConfig) -> None:
         LaunchError: the scheduler's programs are not installed.
     """
     ranks_per_node(launch)
-    for word in launch.slurm.arguments:
-        check_argument(word, "launch.slurm.arguments")
-    if launch.kind == "kubernetes":
-        _check_kubernetes(launch)
-    options = launch.slurm if launch.kind == "slurm" else launch.kubernetes
-    if options.template is not None and not Path(options.template).is_file():
-        raise ConfigError(
-            f"launch.{launch.kind}.template is {options.template!r}, and there is no such file: "
-            "correct it, or set it to null"
-        )
-    for program in PROGRAMS[launch.kind]:
+    scheduler = SCHEDULERS[launch.kind]
+    scheduler.check(launch)
+    for program in scheduler.programs:
         if shutil.which(program) is None:
             raise LaunchError(
                 f"launch.kind is {launch.kind} and {program} is not installed here: run the flow "
                 "where it is, or set launch.kind to torchrun"
             )
-
-
-def check_argument(word: str, setting: str) -> None:
-    """Raise ConfigError unless `word` in a setting is an option of sbatch that is not refused.
-
-    sbatch would take another word as the script. It also accepts the beginning of a long option as
-    an abbreviation.
-    """
-    if not word.startswith("-"):
-        raise ConfigError(
-            f"{setting} has {word!r}, which is no option: write each option with its "
-            "value as one word, such as --constraint=h100"
-        )
-    name = word.partition("=")[0] if word.startswith("--") else word[:2]
-    if any(
-        option == name or (option.startswith(name) and len(name) > len("--"))
-        for option in _NOT_TO_FOLLOW
-    ):
-        raise ConfigError(
-            f"{setting} has {word}, with which the job could not be followed: leave it out"
-        )
-
-
-def _check_kubernetes(launch: LaunchConfig) -> None:
-    options = launch.kubernetes
-    if options.image is None:
-        raise ConfigError(
-            "launch.kind is kubernetes without launch.kubernetes.image: name the image that pods "
-            "run"
-        )
-    if options.workspace_claim is None:
-        raise ConfigError(
-            "launch.kind is kubernetes without launch.kubernetes.workspace_claim: name the "
-            "PersistentVolumeClaim with the workspace"
-        )
-    if launch.elastic:
-        raise ConfigError(
-            f"launch.nnodes is {launch.nnodes}, and a JobSet has a fixed number of pods: give one "
-            "number"
-        )
 
 
 def start_batch(
@@ -141,7 +85,7 @@ def show_batch(
     check_batch(launch)
     spec = _specification(launch, module, job, job_file, {})
     _check_layouts(spec, job)
-    scheduler = SlurmJob(spec) if launch.kind == "slurm" else KubernetesJob(spec)
+    scheduler = SCHEDULERS[launch.kind](spec)
     return scheduler.command(), scheduler.text(_PLACEHOLDER)
 
 
