@@ -65,7 +65,7 @@ def blend_of(words: list[str]) -> list[dict[str, Any]] | None:
     ]
 
 
-def put_data(settings: Settings, draft: Draft, family: str, default: str) -> None:
+def put_data(settings: Settings, draft: Draft, family: str) -> None:
     """Set the data of Megatron's flags: one path, a blend, or one for each split."""
     path = settings.get("--data-path")
     parts = [settings.get(f"--{part}-data-path") for part in ("train", "valid", "test")]
@@ -85,7 +85,7 @@ def put_data(settings: Settings, draft: Draft, family: str, default: str) -> Non
             draft.ignore(split, "each split has its own data")
     else:
         text = "969,30,1" if split is None else "".join(split.words).strip("'\"").replace(" ", "")
-        put_split(draft, text, split or default)
+        put_split(draft, text, split or settings.default)
     draft.put("data.shuffle_documents", False, "Megatron keeps the order of documents")
     if family != "gpt":
         draft.put("data.split_sentences", True, f"family {family} reads sentences")

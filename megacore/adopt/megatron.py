@@ -26,7 +26,6 @@ from megacore.adopt.rules import (
 from megacore.adopt.zero import put_zero
 from megacore.foreign.files import read_number
 
-NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 _FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 """Family of the model of each training program."""
 _SIZES = {
@@ -76,25 +75,24 @@ def translate(settings: Settings, draft: Draft) -> None:
             MEGATRON.apply(setting, draft)
         else:
             draft.refuse(setting, "a word that belongs to no flag", "leave it out")
-    default = f"{NAMES[settings.program]}'s default"
     require(settings, draft, _SIZES)
-    put_model(settings, draft, family, default)
+    put_model(settings, draft, family)
     _layout(settings, draft)
     put_zero(settings, draft)
     put_launch(settings, draft)
     _batches(settings, draft)
     _compare_batches(settings, draft)
-    _schedule(settings, draft, default)
-    _optimizer(settings, draft, default)
-    _precision(settings, draft, default)
+    _schedule(settings, draft)
+    _optimizer(settings, draft)
+    _precision(settings, draft)
     _recompute(settings, draft)
-    _intervals(settings, draft, default)
+    _intervals(settings, draft)
     _mean(settings, draft)
     _start(settings, draft)
-    put_data(settings, draft, family, default)
+    put_data(settings, draft, family)
     put_tokenizer(settings, draft, family)
     ignore_rotary(settings, draft)
-    MEGATRON.finish(list(settings), draft)
+    MEGATRON.finish(settings, draft)
     if settings.entry in ("pretrain_hybrid", "pretrain_mamba"):
         draft.refuse(f"{settings.entry}.py", "state-space layers (Mamba)", "pretrain_gpt.py")
     if settings.entry == "pretrain_t5":
@@ -324,13 +322,13 @@ def _amount(text: str) -> float:
     return number(text[:-1] if scale != 1.0 else text) * scale
 
 
-def _schedule(settings: Settings, draft: Draft, default: str) -> None:
+def _schedule(settings: Settings, draft: Draft) -> None:
     if "--lr" not in settings:
         draft.put("optim.lr", _RATE, "not written")
         draft.ask("optim.lr", "which learning rate? no flag says it")
     style = settings.get("--lr-decay-style")
     if style is None:
-        draft.put("optim.lr_decay_style", "linear", default)
+        draft.put("optim.lr_decay_style", "linear", settings.default)
     elif word(first(style)) in ("cosine", "linear", "constant", "inverse-square-root", "WSD"):
         draft.put("optim.lr_decay_style", word(first(style)), style)
     else:
@@ -361,7 +359,7 @@ def _schedule(settings: Settings, draft: Draft, default: str) -> None:
                 draft.put(name, max(1, iterations), *origins)
     if each is not None and "optim.lr_decay_iters" not in draft.values:
         run = iterations_of(draft, draft.get("train.train_iters", 1) * each, tokens=False)
-        draft.put("optim.lr_decay_iters", run, default, f"--train-iters x {each} samples")
+        draft.put("optim.lr_decay_iters", run, settings.default, f"--train-iters x {each} samples")
     share = number_of(fraction, draft, "optim.lr_warmup_fraction")
     if fraction is not None and share is not None:
         growing = "train.rampup_batch_size.start" in draft.values
@@ -416,7 +414,7 @@ def _decay_samples(settings: Settings, draft: Draft, each: int | None) -> int | 
     return None
 
 
-def _optimizer(settings: Settings, draft: Draft, default: str) -> None:
+def _optimizer(settings: Settings, draft: Draft) -> None:
     """Set the optimizer, and compare Megatron-LM's Muon with `megacore.optim.muon`."""
     chosen = settings.get("--optimizer")
     name = "adam" if chosen is None else word(first(chosen)).lower()
@@ -426,7 +424,7 @@ def _optimizer(settings: Settings, draft: Draft, default: str) -> None:
         draft.put("optim.name", "muon", chosen)
         if name == "dist_muon":
             draft.put("parallel.data_parallel_sharding", "optimizer", chosen)
-        _muon(settings, draft, default)
+        _muon(settings, draft)
         return
     elif chosen is not None and name in ("adam", "adamw"):
         draft.ignore(chosen, "AdamW is the default")
@@ -437,11 +435,11 @@ def _optimizer(settings: Settings, draft: Draft, default: str) -> None:
             draft.ignore(setting, "it is for the optimizer muon")
 
 
-def _muon(settings: Settings, draft: Draft, default: str) -> None:
+def _muon(settings: Settings, draft: Draft) -> None:
     momentum = settings.get("--muon-momentum")
     decay = 0.9 if momentum is None else number_of(momentum, draft, "optim.muon_momentum")
     if decay is not None:
-        draft.put("optim.muon_momentum", decay, *sources(momentum, default=default))
+        draft.put("optim.muon_momentum", decay, *sources(momentum, default=settings.default))
     nesterov, whole = settings.get("--muon-nesterov"), settings.get("--muon-no-split-qkv")
     if nesterov is None:
         draft.refuse("no --muon-nesterov", "momentum without Nesterov's term", "--muon-nesterov")
@@ -459,7 +457,7 @@ def _muon(settings: Settings, draft: Draft, default: str) -> None:
             if setting is not None:
                 draft.ignore(setting, "it is the only value here")
         else:
-            shown = setting or f"no {flag} ({default} {option.default})"
+            shown = setting or f"no {flag} ({settings.default} {option.default})"
             draft.refuse(shown, option.feature, f"{flag} {option.value}")
     mode = settings.get("--muon-tp-mode")
     tensor = draft.get("parallel.tensor_model_parallel_size", 1)
@@ -488,11 +486,11 @@ def _value(setting: Setting | None, text: str) -> float | str:
     return written if value is None else float(value)
 
 
-def _precision(settings: Settings, draft: Draft, default: str) -> None:
+def _precision(settings: Settings, draft: Draft) -> None:
     chosen = [each for each in map(settings.get, ("--bf16", "--fp16")) if each is not None]
     if "train.precision" not in draft.values:
         kind = chosen[0].name[2:] if chosen else "fp32"
-        draft.put("train.precision", kind, *sources(*chosen[:1], default=default))
+        draft.put("train.precision", kind, *sources(*chosen[:1], default=settings.default))
     for each in chosen:
         if each.name[2:] == draft.get("train.precision"):
             entry = draft.values["train.precision"]
@@ -558,19 +556,19 @@ def _recompute(settings: Settings, draft: Draft) -> None:
         draft.ignore_rest("each layer's input is stored: memory only", settings.get(flag))
 
 
-def _intervals(settings: Settings, draft: Draft, default: str) -> None:
+def _intervals(settings: Settings, draft: Draft) -> None:
     iterations = draft.get("train.train_iters")
     # Megatron-LM does not validate during training unless it is told when.
     never = settings.program == "megatron" and iterations is not None
     if "train.log_interval" not in draft.values:
-        draft.put("train.log_interval", 100, default)
+        draft.put("train.log_interval", 100, settings.default)
     if "train.eval_interval" not in draft.values:
-        note = f"{default}: none before the end" if never else default
+        note = f"{settings.default}: none before the end" if never else settings.default
         draft.put("train.eval_interval", iterations if never else 1000, note)
     rounds = settings.get("--eval-iters")
     count = integer_of(rounds, draft, "train.eval_iters")
     if rounds is None:
-        draft.put("train.eval_iters", 100, default)
+        draft.put("train.eval_iters", 100, settings.default)
     elif count is not None and count > 0:
         draft.put("train.eval_iters", count, rounds)
     elif count == 0 and iterations is not None:
@@ -587,7 +585,9 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
         if "checkpoint.keep_every" not in draft.values:
             draft.put("checkpoint.keep_every", interval, "Megatron keeps all of them")
     elif iterations is not None and (save is None or interval == 0):
-        draft.put("checkpoint.save_interval", iterations, f"{save or default}: at the end only")
+        draft.put(
+            "checkpoint.save_interval", iterations, f"{save or settings.default}: at the end only"
+        )
         if save is not None:
             draft.done.add(save.name)
     profile = [

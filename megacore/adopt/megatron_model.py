@@ -27,10 +27,10 @@ _VOCABULARIES = {
 """Entries of the published vocabularies by Megatron's name of the tokenizer."""
 
 
-def put_model(settings: Settings, draft: Draft, family: str, default: str) -> None:
+def put_model(settings: Settings, draft: Draft, family: str) -> None:
     """Set positions, MLP, attention, norms and biases, and the masks of BERT and T5."""
-    _positions(settings, draft, family, default)
-    _mlp(settings, draft, default)
+    _positions(settings, draft, family)
+    _mlp(settings, draft)
     groups, grouped = settings.get("--num-query-groups"), settings.get("--group-query-attention")
     if groups is not None and grouped is not None:
         count = integer_of(groups, draft, "model.num_query_groups", least=1)
@@ -39,7 +39,7 @@ def put_model(settings: Settings, draft: Draft, family: str, default: str) -> No
     for setting in (groups, grouped):
         if setting is not None and setting.name not in draft.done:
             if setting is grouped:
-                draft.put("model.num_query_groups", 1, grouped, default)
+                draft.put("model.num_query_groups", 1, grouped, settings.default)
             else:
                 draft.ignore(setting, "Megatron reads it with --group-query-attention only")
     one_plus = settings.get("--apply-layernorm-1p")
@@ -74,7 +74,7 @@ def put_model(settings: Settings, draft: Draft, family: str, default: str) -> No
             draft.put(f"{section}.{key}", value, setting)
 
 
-def _positions(settings: Settings, draft: Draft, family: str, default: str) -> None:
+def _positions(settings: Settings, draft: Draft, family: str) -> None:
     kind, rotary = (
         settings.get("--position-embedding-type"),
         settings.get("--use-rotary-position-embeddings"),
@@ -95,14 +95,14 @@ def _positions(settings: Settings, draft: Draft, family: str, default: str) -> N
     known = {"gpt": ("learned_absolute", "rope", "alibi", "none"), "bert": ("learned_absolute",)}
     if value not in known.get(family, ("relative",)):
         near = {"t5": "relative", "bert": "learned_absolute"}.get(family, "rope")
-        name = origins[0] if origins else f"--position-embedding-type {value} ({default})"
+        name = origins[0] if origins else f"--position-embedding-type {value} ({settings.default})"
         draft.refuse(
             name, f"positions {value} in family {family}", f"model.position_embedding_type {near}"
         )
         draft.done |= {each.name for each in origins}
         draft.put("model.position_embedding_type", near, "the nearest of what is refused")
         return
-    draft.put("model.position_embedding_type", value, *sources(*origins, default=default))
+    draft.put("model.position_embedding_type", value, *sources(*origins, default=settings.default))
 
 
 def ignore_rotary(settings: Settings, draft: Draft) -> None:
@@ -120,7 +120,7 @@ def ignore_rotary(settings: Settings, draft: Draft) -> None:
             draft.ignore(setting, "the model has no rotary positions")
 
 
-def _mlp(settings: Settings, draft: Draft, default: str) -> None:
+def _mlp(settings: Settings, draft: Draft) -> None:
     """Set activation and width as Megatron's arguments are completed.
 
     The fused GELU with bias is the tanh approximation, PyTorch's own is exact.
@@ -139,7 +139,7 @@ def _mlp(settings: Settings, draft: Draft, default: str) -> None:
         activation = "gelu"
         used = sources(unfused, no_bias)
     else:
-        activation, used = "gelu_tanh", [f"{default}: the fused GELU"]
+        activation, used = "gelu_tanh", [f"{settings.default}: the fused GELU"]
     draft.put("model.activation", activation, *used)
     draft.ignore_rest(f"the activation is {activation}", openai, unfused, exact)
     width = settings.get("--ffn-hidden-size")
@@ -151,7 +151,7 @@ def _mlp(settings: Settings, draft: Draft, default: str) -> None:
     elif hidden is not None:
         size = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "swiglu" else 4 * hidden
         rule = "int(8/3 h / 64) x 64" if activation == "swiglu" else "4 h"
-        draft.put("model.ffn_hidden_size", size, f"{default}: {rule}")
+        draft.put("model.ffn_hidden_size", size, f"{settings.default}: {rule}")
 
 
 def _window(settings: Settings, draft: Draft) -> None:

@@ -33,7 +33,6 @@ from megacore.adopt.rules import (
 from megacore.config.parallel import ZERO_STAGES
 from megacore.foreign.files import leaves
 
-DEFAULT = "nanotron's default"
 _IDS = NoEffect("special tokens are those of the tokenizer")
 _MODEL, _RATE = "model.model_config.", "optimizer.learning_rate_scheduler."
 _UNREAD_SCALING = Absent(
@@ -196,7 +195,7 @@ def translate(settings: Settings, draft: Draft) -> None:
     _layout(settings, draft)
     _schedule(settings, draft)
     _data(settings, draft)
-    NANOTRON.finish(list(settings), draft)
+    NANOTRON.finish(settings, draft)
 
 
 def _whole(settings: Settings, draft: Draft, name: str, default: int, least: int = 0) -> int:
@@ -227,10 +226,10 @@ def _model(settings: Settings, draft: Draft) -> None:
         ("model.activation", "hidden_act", "swiglu"),
     ):
         if name not in draft.values and f"{_MODEL}{key}" not in settings:
-            draft.put(name, default, DEFAULT)
+            draft.put(name, default, settings.default)
     tied = settings.get(f"{_MODEL}tie_word_embeddings")
     untied = not value_of(settings, f"{_MODEL}tie_word_embeddings", False)
-    draft.put("model.untie_embeddings_and_output_weights", untied, tied or DEFAULT)
+    draft.put("model.untie_embeddings_and_output_weights", untied, tied or settings.default)
     enabled, loss = (
         settings.get(f"{_MODEL}z_loss_enabled"),
         settings.get(f"{_MODEL}z_loss_coefficient"),
@@ -257,7 +256,7 @@ def _model(settings: Settings, draft: Draft) -> None:
     draft.put(
         "model.make_vocab_size_divisible_by",
         base * tensor,
-        divisible or DEFAULT,
+        divisible or settings.default,
         *([f"x {tensor} tensor-parallel ranks"] if tensor > 1 else []),
     )
 
@@ -349,34 +348,42 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         draft.put("optim.lr_wsd_decay_style", shape or "linear", *origins)
         draft.put("optim.lr_wsd_decay_iters", steps, *origins)
     elif style in ("linear", "cosine"):
-        draft.put("optim.lr_decay_style", style, *sources(*origins, default=DEFAULT))
+        draft.put("optim.lr_decay_style", style, *sources(*origins, default=settings.default))
     elif style == "1-sqrt":
         draft.put("optim.lr_decay_style", "WSD", *origins)
         draft.put("optim.lr_wsd_decay_style", "minus_sqrt", *origins)
         draft.put("optim.lr_wsd_decay_iters", steps, *origins)
     elif style_s is not None:
         draft.refuse(style_s, "this schedule", "cosine, linear or 1-sqrt")
-    draft.put("optim.lr_decay_iters", max(1, begin + steps), *sources(*origins, default=DEFAULT))
+    draft.put(
+        "optim.lr_decay_iters", max(1, begin + steps), *sources(*origins, default=settings.default)
+    )
     low = settings.get(f"{_RATE}min_decay_lr")
     value = None if low is None or low.value is None else number_of(low, draft, "optim.min_lr")
     peak = draft.get("optim.lr", 0.0)
-    draft.put("optim.min_lr", peak if value is None else value, low or f"{DEFAULT}: no decay")
+    draft.put(
+        "optim.min_lr", peak if value is None else value, low or f"{settings.default}: no decay"
+    )
     clip = settings.get("optimizer.clip_grad")
     if clip is None or clip.value is None:
-        draft.put("optim.clip_grad", 0.0, clip or f"{DEFAULT}: no clipping")
+        draft.put("optim.clip_grad", 0.0, clip or f"{settings.default}: no clipping")
     checks = settings.get("tokens.val_check_interval")
     rounds = settings.get("tokens.limit_val_batches")
     interval, batches = (
         _whole(settings, draft, "tokens.val_check_interval", -1, least=-1),
         _whole(settings, draft, "tokens.limit_val_batches", 0),
     )
-    draft.put("train.eval_interval", interval if interval > 0 else max(1, total), checks or DEFAULT)
-    draft.put("train.eval_iters", max(1, batches), rounds or DEFAULT)
+    draft.put(
+        "train.eval_interval",
+        interval if interval > 0 else max(1, total),
+        checks or settings.default,
+    )
+    draft.put("train.eval_iters", max(1, batches), rounds or settings.default)
     saved = draft.get("checkpoint.save_interval")
     if saved is not None:
         draft.put("checkpoint.keep_every", saved, "nanotron keeps all of them")
     if "model.init_method_std" not in draft.values:
-        draft.put("model.init_method_std", 0.025, DEFAULT)
+        draft.put("model.init_method_std", 0.025, settings.default)
     draft.remarks.append(
         "nanotron decays all weights, here biases and norms are not decayed; unless "
         "optimizer.weight_decay_exclude_named_params names them"

@@ -23,7 +23,6 @@ from megacore.adopt.rules import (
 )
 from megacore.adopt.zero import put_scale, put_stage, read_json
 
-DEFAULT = "GPT-NeoX's default"
 _STRAIGHT = frozenset({"global", "flash"})
 """Kinds of attention_config that are full causal attention."""
 
@@ -58,7 +57,7 @@ def translate(settings: Settings, draft: Draft) -> None:
     _schedule(settings, draft)
     _data(settings, draft)
     _start(settings, draft)
-    NEOX.finish(list(settings), draft)
+    NEOX.finish(settings, draft)
 
 
 def _model(settings: Settings, draft: Draft) -> None:
@@ -66,7 +65,7 @@ def _model(settings: Settings, draft: Draft) -> None:
     _mlp(settings, draft)
     _first_weights(settings, draft)
     if "model.position_embedding_type" not in draft.values and "pos_emb" not in settings:
-        draft.put("model.position_embedding_type", "learned_absolute", DEFAULT)
+        draft.put("model.position_embedding_type", "learned_absolute", settings.default)
     rope = draft.get("model.position_embedding_type") == "rope"
     for key, name in (
         ("rotary_pct", "model.rotary_percent"),
@@ -88,13 +87,15 @@ def _model(settings: Settings, draft: Draft) -> None:
         if used:
             value = number_of(setting, draft, "model.layernorm_epsilon")
             draft.put(
-                "model.layernorm_epsilon", default if value is None else value, setting or DEFAULT
+                "model.layernorm_epsilon",
+                default if value is None else value,
+                setting or settings.default,
             )
         elif setting is not None:
             draft.ignore(setting, "it is for the other norm")
     for name in ("hidden_dropout", "attention_dropout"):
         if name not in settings:
-            draft.put(f"model.{name}", 0.0, DEFAULT)
+            draft.put(f"model.{name}", 0.0, settings.default)
     attention, mlp, norms = (
         settings.get(f"use_bias_in_{part}") for part in ("attn_linear", "mlp", "norms")
     )
@@ -168,7 +169,7 @@ def _mlp(settings: Settings, draft: Draft) -> None:
     name = str(value_of(settings, "activation", "gelu")).lower()
     if name == "gelu":
         tanh = bool(value_of(settings, "bias_gelu_fusion", False))
-        origins = sources(activation, fused, default=DEFAULT)
+        origins = sources(activation, fused, default=settings.default)
         draft.put("model.activation", "gelu_tanh" if tanh else "gelu", *origins)
     elif name in ("swiglu", "geglu", "relu"):
         draft.put("model.activation", name, *([activation] if activation else []))
@@ -192,7 +193,7 @@ def _mlp(settings: Settings, draft: Draft) -> None:
     draft.put(
         "model.ffn_hidden_size",
         inner_width(settings),
-        *sources(*sizes, default=f"{DEFAULT}: 4 h"),
+        *sources(*sizes, default=f"{settings.default}: 4 h"),
         *halved,
     )
 
@@ -214,7 +215,11 @@ def _first_weights(settings: Settings, draft: Draft) -> None:
         "wang_init": 2 / layers / math.sqrt(hidden),
     }
     if kind in deviations:
-        draft.put("model.init_method_std", deviations[kind], *sources(inner, std, default=DEFAULT))
+        draft.put(
+            "model.init_method_std",
+            deviations[kind],
+            *sources(inner, std, default=settings.default),
+        )
     elif inner is not None:
         draft.refuse(inner, "this initialization", "model.init_method_std, a normal distribution")
         return
@@ -225,7 +230,7 @@ def _first_weights(settings: Settings, draft: Draft) -> None:
         if outer is not None:
             draft.ignore(outer, "residual projections have std / sqrt(2 x layers)")
     else:
-        origins = sources(outer, default=f"{DEFAULT} {residual}")
+        origins = sources(outer, default=f"{settings.default} {residual}")
         draft.put("model.residual_init_std", deviations[residual], *origins)
 
 
@@ -246,7 +251,7 @@ def _layout(settings: Settings, draft: Draft) -> None:
     base = 128 if multiple is None else multiple
     if divisible is not None or tensor > 1:
         by = f"x {tensor} tensor-parallel ranks, as NeoX pads"
-        origin = divisible or f"{DEFAULT} 128"
+        origin = divisible or f"{settings.default} 128"
         draft.put(
             "model.make_vocab_size_divisible_by",
             base * tensor,
@@ -260,7 +265,7 @@ def _layout(settings: Settings, draft: Draft) -> None:
         kind = {"bfloat16": "bf16", "fp16": "fp16", "fp32": "fp32"}.get(
             str(value_of(settings, "precision", "fp32"))
         )
-        draft.put("train.precision", kind or "fp32", named or DEFAULT)
+        draft.put("train.precision", kind or "fp32", named or settings.default)
     draft.ignore_rest("its block says the same", named)
     if draft.get("train.precision") == "fp16":
         put_scale(draft)
@@ -295,7 +300,7 @@ def _batches(settings: Settings, draft: Draft) -> None:
                 draft.put(name, 1, "not written")
             draft.ask("train.global_batch_size", "which batch? give the file that has it too")
         return
-    draft.put("train.micro_batch_size", size, micro or total or DEFAULT)
+    draft.put("train.micro_batch_size", size, micro or total or settings.default)
     if batch is not None and total is not None:
         draft.put("train.global_batch_size", batch, total)
         if steps is not None:
@@ -328,7 +333,7 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         ("log_interval", "train.log_interval", 100),
     ):
         if key not in settings and name not in draft.values:
-            draft.put(name, default, DEFAULT)
+            draft.put(name, default, settings.default)
     if "optimizer" not in settings:
         draft.ask("optim.lr", "which learning rate? give the file that has optimizer too")
     _linear(settings, draft)
@@ -349,7 +354,9 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     if factor is not None and interval is not None:
         draft.put("checkpoint.save_interval", interval, factor)
         if "keep_last_n_checkpoints" not in settings:
-            draft.put("checkpoint.keep_every", interval, f"{DEFAULT}: all of them are kept")
+            draft.put(
+                "checkpoint.keep_every", interval, f"{settings.default}: all of them are kept"
+            )
     recompute = settings.get("checkpoint_activations")
     if recompute is not None:
         draft.put("train.recompute", "full" if recompute.value else "none", recompute)
@@ -391,7 +398,7 @@ def _data(settings: Settings, draft: Draft) -> None:
         draft.ignore(split, "each split has its own data")
     elif "data.split_blends.train" not in draft.values:
         text = str(value_of(settings, "split", "969,30,1")).replace(" ", "")
-        put_split(draft, text, split or DEFAULT)
+        put_split(draft, text, split or settings.default)
     draft.put("data.index_style", "neox", "GPT-NeoX's order of samples")
     draft.put("data.shuffle_documents", False, "GPT-NeoX keeps the order of documents")
     for setting in (

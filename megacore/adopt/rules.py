@@ -16,6 +16,12 @@ from megacore.config.base import MAX_INTEGER
 from megacore.foreign.files import read_number
 
 _Number = TypeVar("_Number", int, float)
+_NAMES = {
+    "megatron": "Megatron-LM",
+    "megatron-deepspeed": "Megatron-DeepSpeed",
+    "neox": "GPT-NeoX",
+    "nanotron": "nanotron",
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,11 @@ class Settings:
     def get(self, name: str) -> Setting | None:
         """Return the setting that counts for a name, or None."""
         return self._last.get(name)
+
+    @property
+    def default(self) -> str:
+        """Origin of a value that no setting gives: the default of the program."""
+        return f"{_NAMES[self.program]}'s default"
 
     @property
     def ranks(self) -> int | None:
@@ -353,7 +364,7 @@ class Rules:
         if setting.unknown:
             draft.ask(name, f"{setting} has no value: which?")
 
-    def finish(self, settings: "list[Setting]", draft: Draft) -> None:
+    def finish(self, settings: Settings, draft: Draft) -> None:
         """Refuse the joint settings for which the program's module found no place.
 
         A setting that is done and named nowhere is listed as without effect.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.cluster.hosts.network import local_address
-from megacore.cluster.hosts.plan import endpoint, env_file_of, forwarded, read_env_file
+from megacore.cluster.hosts.plan import endpoint, env_file_of, forwarded
 from megacore.cluster.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import is_this_machine
 from megacore.doctor.compare import compare
@@ -158,9 +158,8 @@ def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
 
 def environment_of(subject: Subject) -> dict[str, str]:
     """Return the variables passed to the ranks on other hosts. Raises ConfigError."""
-    passed = forwarded(os.environ, subject.launch.forward_env)
-    file = env_file_of(subject.launch.env_file)
-    return passed if file is None else passed | read_env_file(Path(file))
+    launch = subject.launch
+    return forwarded(os.environ, launch.forward_env, env_file_of(launch.env_file))
 
 
 def _requests(

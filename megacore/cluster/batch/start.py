@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megacore.artifact.workspace import workspace_root
 from megacore.cluster.batch.follow import SCHEDULERS
 from megacore.cluster.batch.spec import FOLLOWER_LIMIT, STOP_MARGIN, BatchSpec, ranks_per_node
-from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
+from megacore.cluster.hosts.plan import env_file_of, forwarded
 from megacore.cluster.hosts.ssh import python
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
@@ -92,8 +92,7 @@ def show_batch(
 def _specification(
     launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str]
 ) -> BatchSpec:
-    env_file = env_file_of(launch.env_file)
-    passed = forwarded(os.environ, launch.forward_env)
+    passed = forwarded(os.environ, launch.forward_env, env_file_of(launch.env_file))
     passed.pop(JOB_VARIABLE, None)
     job_file = job_file.absolute()
     return BatchSpec(
@@ -101,7 +100,7 @@ def _specification(
         job_file=str(job_file),
         exit_directory=str(Path(job.exit_directory).absolute()),
         launch=launch,
-        environment={**passed, **(read_env_file(Path(env_file)) if env_file else {}), **env},
+        environment={**passed, **env},
         directory=os.getcwd(),
         python=sys.executable,
         workspace=str(workspace_root()),

@@ -80,8 +80,7 @@ class Plan:
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the ranks' variables, from `environment` and the file. Raises ConfigError."""
         local = {name: value for name, value in environment.items() if name in self.own_env}
-        passed = {**local, **forwarded(environment, self.forward_env)}
-        return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
+        return {**local, **forwarded(environment, self.forward_env, self.env_file)}
 
     def command(self, number: int, master: str, port: int | str) -> list[str]:
         """Return the command that starts the ranks of host `number`."""
@@ -255,16 +254,27 @@ def read_env_file(path: Path) -> dict[str, str]:
     return variables
 
 
-def forwarded(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """Return the variables of `environment` that `launch.forward_env` forwards to other hosts.
+def forwarded(
+    environment: Mapping[str, str], patterns: Iterable[str], env_file: str | None
+) -> dict[str, str]:
+    """Return the variables of the ranks on other hosts; those of `env_file` take precedence.
 
     CUDA_VISIBLE_DEVICES is forwarded only by its full name: it counts this host's GPUs, and on
     other hosts it would hide the wrong ones or replace the scheduler's choice.
+
+    Args:
+        environment: variables of this process.
+        patterns: `launch.forward_env`, names and prefixes of the variables to forward.
+        env_file: path of the file of variables, as `env_file_of` returns it.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     names = {*patterns}
     prefixes = tuple(pattern[:-1] for pattern in names if pattern.endswith("*"))
-    return {
+    passed = {
         name: value
         for name, value in environment.items()
         if name in names or (name.startswith(prefixes) and name != _LOCAL)
     }
+    return passed if env_file is None else passed | read_env_file(Path(env_file))

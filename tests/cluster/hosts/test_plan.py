@@ -74,13 +74,13 @@ def test_variables_are_selected_by_name_and_by_prefix(tmp_path: Path) -> None:
 
 def test_visible_gpus_are_forwarded_only_by_their_full_name() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_IB_HCA": "mlx5"}
-    assert forwarded(environment, LaunchConfig().forward_env) == {
+    assert forwarded(environment, LaunchConfig().forward_env, None) == {
         "CUDA_LAUNCH_BLOCKING": "1",
         "NCCL_IB_HCA": "mlx5",
     }
-    assert forwarded(environment, ("*",)).keys() == {"CUDA_LAUNCH_BLOCKING", "NCCL_IB_HCA"}
-    assert forwarded(environment, ("CUDA_VISIBLE_DEVICES",)) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert forwarded(environment, ()) == {}
+    assert forwarded(environment, ("*",), None).keys() == {"CUDA_LAUNCH_BLOCKING", "NCCL_IB_HCA"}
+    assert forwarded(environment, ("CUDA_VISIBLE_DEVICES",), None) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert forwarded(environment, (), None) == {}
 
 
 @pytest.mark.parametrize("line", ["no equals", "1A=2", "=x", "A B=secret", "A-B=secret"])
