@@ -283,14 +283,9 @@ def _batches(settings: Settings, draft: Draft) -> None:
     replica = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
         "parallel.pipeline_model_parallel_size", 1
     )
-    gpus = settings.ranks
-    for key in ("global_num_gpus", "num_gpus", "num_nodes"):
-        setting = settings.get(key)
-        if setting is not None:
-            value = integer_of(setting, draft, "launch.nproc_per_node", least=1)
-            if key == "global_num_gpus" and value is not None:
-                gpus = value
-            draft.ignore(setting, "the section launch has the numbers of hosts and ranks")
+    gpus, per_host = _gpus(settings, draft)
+    if gpus is not None:
+        put_ranks(draft, gpus, "the number of ranks", per_host)
     replicas = max(1, (gpus or replica) // replica)
     if size is None and batch is not None:
         size = max(1, batch // (replicas * accumulated))
@@ -318,8 +313,19 @@ def _batches(settings: Settings, draft: Draft) -> None:
             "how many GPUs? the files do not say it, and this is the batch of one replica "
             f"({replica} GPUs): give --ranks N",
         )
-    else:
-        put_ranks(draft, gpus, "the number of ranks")
+
+
+def _gpus(settings: Settings, draft: Draft) -> tuple[int | None, int | None]:
+    """Return the number of GPUs and of those of each host; None for what is not written."""
+    keys = [settings.get(key) for key in ("global_num_gpus", "num_gpus", "num_nodes")]
+    total = integer_of(keys[0], draft, "launch.nproc_per_node", least=1)
+    per_host = integer_of(keys[1], draft, "launch.nproc_per_node", least=1)
+    hosts = integer_of(keys[2], draft, "launch.nnodes", least=-1)  # -1: all of the hostfile
+    draft.ignore_rest("the section launch has the numbers of hosts and ranks", *keys)
+    total = total or settings.ranks
+    if total is None and per_host is not None and hosts is not None and hosts > 0:
+        return per_host * hosts, per_host
+    return total, None
 
 
 def _schedule(settings: Settings, draft: Draft) -> None:

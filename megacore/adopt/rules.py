@@ -56,13 +56,16 @@ class Setting:
     @property
     def text(self) -> str:
         """Setting as written, shortened to one line."""
-        shown = " ".join(self.words)
-        shown = shown if len(shown) <= 70 else f"{shown[:67]}..."
+        shown = _shortened(" ".join(self.words))
         separator = " " if self.name.startswith("--") else ": "
         return f"{self.name}{separator}{shown}".rstrip(" :") if shown else self.name
 
     def __str__(self) -> str:
         return f"{self.text} ({self.place})"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 70 else f"{text[:67]}..."
 
 
 @dataclass
@@ -173,8 +176,7 @@ class Draft:
     def reject(self, setting: Setting, advice: object) -> None:
         """Note a value that its setting cannot have, with what to give instead."""
         value = " ".join(setting.words)
-        shown = value if len(value) <= 70 else f"{value[:67]}..."
-        self.wrong.append(f"{setting.name} is {shown!r} ({setting.place}): {advice}")
+        self.wrong.append(f"{setting.name} is {_shortened(value)!r} ({setting.place}): {advice}")
         self.done.add(setting.name)
 
     def lack(self, setting: Setting, name: str) -> None:
@@ -419,9 +421,10 @@ def names(text: str, name: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
 
 
-def put_ranks(draft: Draft, ranks: int, origin: str) -> None:
-    """Set the launch of a number of ranks whose hosts are not written: at most 8 on each host."""
-    per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
+def put_ranks(draft: Draft, ranks: int, origin: str, per_host: int | None = None) -> None:
+    """Set the launch of a number of ranks; without `per_host` each host has at most 8 of them."""
+    if per_host is None:
+        per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
     draft.put("launch.nproc_per_node", per_host, origin)
     if ranks > per_host:
         draft.put("launch.nnodes", ranks // per_host, origin)

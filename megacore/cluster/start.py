@@ -9,7 +9,6 @@ launchers of the user on all hosts, including those of other jobs. `fanout` repl
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,12 +287,9 @@ def local_torchrun_command(
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
-        return [sys.executable, "-m", *program]
+        return python(*program)
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
+        *python("torch.distributed.run", "--nnodes=1"),
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         "--rdzv-backend=c10d",

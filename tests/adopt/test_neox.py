@@ -35,11 +35,26 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
     assert (result.train.global_batch_size, result.launch.nproc_per_node) == (128, 8)
 
 
-@pytest.mark.parametrize(("gpus", "each", "hosts"), [(6, 6, None), (16, 8, 2), (20, 4, 5)])
-def test_neox_runs_on_as_many_gpus_as_are_given(
-    gpus: int, each: int, hosts: int | None, tmp_path: Path
+def test_neox_has_its_ranks_with_a_batch_of_all_replicas_too(tmp_path: Path) -> None:
+    model = NEOX_MODEL.replace('"norm"', '"train_batch_size": 64, "norm"')
+    result = config_of(tmp_path, adopted(tmp_path, "a.yml", model, NEOX_PATHS, ranks=4))
+    assert (result.train.global_batch_size, result.launch.nproc_per_node) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "each", "hosts"),
+    [
+        ('"global_num_gpus": 6', 6, None),
+        ('"global_num_gpus": 16', 8, 2),
+        ('"global_num_gpus": 20', 4, 5),
+        ('"num_gpus": 4, "num_nodes": 4', 4, 4),
+        ('"num_gpus": 4, "num_nodes": -1', None, None),
+    ],
+)
+def test_neox_runs_on_as_many_gpus_as_are_written(
+    keys: str, each: int | None, hosts: int | None, tmp_path: Path
 ) -> None:
-    model = NEOX_MODEL.replace('"norm"', f'"global_num_gpus": {gpus}, "norm"')
+    model = NEOX_MODEL.replace('"norm"', f'{keys}, "norm"')
     draft = adopted(tmp_path, "a.yml", model, NEOX_PATHS).draft
     assert draft is not None
     assert (draft.get("launch.nproc_per_node"), draft.get("launch.nnodes")) == (each, hosts)

@@ -6,7 +6,7 @@ rsync copies them over the user's ssh, under a guard that ends rsync with this p
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,20 +96,16 @@ class Copier:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def copy(
-        self, transfers: dict[str, list[Transfer]], *, poll: Callable[[], None] = lambda: None
-    ) -> None:
+    def copy(self, transfers: dict[str, list[Transfer]]) -> None:
         """Make the transfers, one after the other for each host, and for all hosts in parallel.
 
-        `poll` is called in this thread, twice a second. Raises LaunchError if a file cannot be
-        copied, and HostLostError if a connection broke.
+        Raises LaunchError if a file cannot be copied, and HostLostError if a connection broke.
         """
         with ThreadPoolExecutor(max(1, len(transfers))) as pool:
             pending = {pool.submit(self._to_host, batch) for batch in transfers.values()}
             try:
                 while pending:
                     done, pending = wait(pending, timeout=_POLL, return_when=FIRST_COMPLETED)
-                    poll()
                     for future in done:
                         future.result()
             except BaseException:
