@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megacore.compare.report import Finding
-from megacore.compare.side import Reading, expected_shapes, fitted
+from megacore.compare.side import Reading, fitted
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.key_map import Shape
 from megacore.convert.outputs import our_outputs, their_outputs
 from megacore.convert.parity import OUTPUT_LAYER, load_exported, recorded_outputs
-from megacore.convert.source import load_weights
+from megacore.convert.source import load_weights, parameter_shapes
 from megacore.errors import ConfigError, ConversionError
 from megacore.models.inputs import ModelInput
 
@@ -129,7 +129,7 @@ def merged_tensors(
     """
     everything = "*" in taken
     result = {}
-    for name, shape in expected_shapes(spec).items():
+    for name, shape in parameter_shapes(spec).items():
         sound = name in reading.shapes and name not in reading.unsound
         corrected = not sound and base.get(name) != shape
         if name in other.shapes and (everything or name in taken or corrected):

@@ -44,7 +44,6 @@ from megacore.compare.side import (
     Reading,
     Side,
     cause_of_key,
-    expected_shapes,
     open_sides,
 )
 from megacore.compare.tokenizers import compare_tokenizers
@@ -52,6 +51,7 @@ from megacore.compare.weights import Difference, compare_weights
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.config import CONFIG_NAME
 from megacore.convert.hf.forms import model_config
+from megacore.convert.source import parameter_shapes
 from megacore.errors import ConversionError, MegacoreError
 from megacore.hardware import memory_info, memory_limit
 
@@ -369,7 +369,7 @@ class _Tester:
         ours = comparison.ours
         self._tolerance = comparison.options.tolerance
         self.outputs_of_a = run_ours(ours.spec, _all(ours), comparison.probe)
-        self._base = expected_shapes(comparison.b.spec)
+        self._base = parameter_shapes(comparison.b.spec)
         self.outputs_of_b: Outputs
         self.corrected: Distance
 

@@ -6,7 +6,7 @@ cut off or zero. Each of these is a finding.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +27,10 @@ from megacore.convert.hf.directory import (
 )
 from megacore.convert.hf.forms import FORMS, HfForm, model_config, read_spec
 from megacore.convert.imported import OPENERS
-from megacore.convert.key_map import KeyMap, Shape
+from megacore.convert.key_map import KeyMap, LazyTensors, Shape
 from megacore.convert.model_source import find_model, transformers_directory
-from megacore.convert.source import CheckpointTensors
+from megacore.convert.source import CheckpointTensors, parameter_shapes
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
-from megacore.models.build import build_bare
-from megacore.parallel.mesh import ProcessMesh
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.bias")
 """Tensors with a row per entry of the vocabulary, padded."""
@@ -202,15 +200,9 @@ def _tokenizer(directory: Path | None) -> Path | None:
     return directory if there else None
 
 
-def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Return the shape of each parameter of a model by its global name."""
-    model = build_bare(spec, ProcessMesh.serial())
-    return {name: tuple(value.shape) for name, value in model.named_parameters()}
-
-
 def _reader_of(tensors: Mapping[str, Tensor]) -> Callable[[ModelSpec], Reading]:
     def read(spec: ModelSpec) -> Reading:
-        shapes = expected_shapes(spec)
+        shapes = parameter_shapes(spec)
         problems: list[Finding] = []
         missing = [name for name in shapes if name not in tensors]
         extra = [name for name in tensors if name not in shapes]
@@ -220,27 +212,19 @@ def _reader_of(tensors: Mapping[str, Tensor]) -> Callable[[ModelSpec], Reading]:
             for name in tensors
             if name in shapes and tuple(tensors[name].shape) != shapes[name]
         } | set(missing)
-        return Reading(spec, shapes, _Fitted(tensors, shapes), tuple(problems), frozenset(unsound))
+        return Reading(spec, shapes, _fitted(tensors, shapes), tuple(problems), frozenset(unsound))
 
     return read
 
 
-class _Fitted(Mapping[str, Tensor]):
-    """Mapping of tensors that are cut, padded or zero where they do not have the shape."""
+def _fitted(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> LazyTensors:
+    """Return tensors of these shapes: cut, padded or zero where theirs is another."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
-        self._tensors, self._shapes = tensors, shapes
+    def read(name: str) -> Tensor:
+        shape = shapes[name]
+        return fitted(tensors[name].float(), shape) if name in tensors else torch.zeros(shape)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            return torch.zeros(self._shapes[name])
-        return fitted(self._tensors[name].float(), self._shapes[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+    return LazyTensors(shapes, read)
 
 
 def fitted(tensor: Tensor, shape: Shape) -> Tensor:
@@ -304,32 +288,12 @@ def _read_form(form: HfForm, readers: Mapping[str, Reader], spec: ModelSpec) -> 
     problems += _absent(missing)
     misshapen = _misshapen(table, known)
     problems += misshapen
-    tensors = _Merged(table, known)
+    parts = LazyTensors(known, lambda name: known[name]())
+    whole = _fitted(parts, table.their_shapes)
+    tensors = LazyTensors(table.our_shapes, lambda name: table.merged(name, whole.__getitem__))
     wrong = {name for each in misshapen if each.cause not in REPAIRED for name in each.where}
     unsound = frozenset(_containing(table, {*missing, *wrong}))
     return Reading(spec, dict(table.our_shapes), tensors, tuple(problems), unsound)
-
-
-class _Merged(Mapping[str, Tensor]):
-    """Mapping of our tensors, merged from the parts in files, each fitted to its shape."""
-
-    def __init__(self, table: KeyMap, readers: Mapping[str, Reader]) -> None:
-        self._table, self._readers = table, readers
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._table.merged(name, self._part)
-
-    def _part(self, name: str) -> Tensor:
-        shape = self._table.their_shapes[name]
-        if name not in self._readers:
-            return torch.zeros(shape)
-        return fitted(self._readers[name]().float(), shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.our_shapes)
-
-    def __len__(self) -> int:
-        return len(self._table.our_shapes)
 
 
 def _misshapen(table: KeyMap, readers: Mapping[str, Reader]) -> list[Finding]:

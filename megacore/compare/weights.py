@@ -24,6 +24,7 @@ from megacore.compare.relations import (
 )
 from megacore.compare.report import UNEXPLAINED, Finding, listed
 from megacore.compare.side import Reading
+from megacore.convert.key_map import LazyTensors
 
 Fingerprint = tuple[int, int, int]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,38 +62,6 @@ class _Part:
     tensor: str
 
 
-class RoundedTensors(Mapping[str, Tensor]):
-    """Mapping of tensors whose values are rounded to a type on access."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._tensors, self._dtype = tensors, dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._dtype).float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class _Moved(Mapping[str, Tensor]):
-    """Mapping of B's tensors under the names of the layers of A that they are equal to."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._tensors, self._names = tensors, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str, Any]]:
     """Compare all weights of two readings; the architectures may differ.
 
@@ -106,12 +75,12 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
         dtype = _DTYPES[
             str(rounding.finding.b if rounding.finding.b != "float32" else rounding.finding.a)
         ]
-        a = replace(a, tensors=RoundedTensors(a.tensors, dtype))
-        b = replace(b, tensors=RoundedTensors(b.tensors, dtype))
+        a, b = _rounded(a, dtype), _rounded(b, dtype)
         first, second = _survey(a), _survey(b)
     moved, places = _pair_layers(a, b, first, second)
     differences += moved
-    b = replace(b, tensors=_Moved(b.tensors, places))
+    theirs = b.tensors
+    b = replace(b, tensors=LazyTensors(places, lambda name: theirs[places[name]]))
     names = [name for name in a.shapes if name in places]
     parts: list[_Part] = []
     equal = 0
@@ -131,6 +100,13 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
         "differing": sorted({part.tensor for part in parts}),
     }
     return differences, facts
+
+
+def _rounded(reading: Reading, dtype: torch.dtype) -> Reading:
+    """Return a reading whose values are rounded to a type on access."""
+    tensors = reading.tensors
+    rounded = LazyTensors(tensors, lambda name: tensors[name].to(dtype).float())
+    return replace(reading, tensors=rounded)
 
 
 def _survey(reading: Reading) -> _Survey:

@@ -35,8 +35,8 @@ def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]
     from megacore.convert.hf.directory import open_hf
     from megacore.convert.tokenizers import spec_with_tokenizer
 
-    _, spec, tensors = open_hf(directory)
-    return spec_with_tokenizer(spec, directory), tensors
+    opened = open_hf(directory)
+    return spec_with_tokenizer(opened.spec, directory), opened.tensors
 
 
 def load_model(

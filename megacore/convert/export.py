@@ -21,6 +21,7 @@ from megacore.checkpoint.format import reading, verify
 from megacore.convert.counterparts import exportable
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
+from megacore.convert.key_map import LazyTensors
 from megacore.convert.model_card import model_card
 from megacore.convert.outputs import ModelPair, to_device
 from megacore.convert.parity import (
@@ -91,9 +92,13 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
-        tensors = _ObservedTensors(
-            CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights")
-        )
+        weights = CheckpointTensors(Path(job.checkpoint))
+
+        def read(name: str) -> Tensor:
+            beat("read weights")
+            return weights[name]
+
+        tensors = LazyTensors(weights, read)
         write_export(directory, job, tensors)
         model = load_weights(job.spec, tensors, _device())
     report, exported = pass_gate(job, model, beat)
@@ -121,23 +126,6 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
         seed=job.config.seed,
     )
     return report
-
-
-class _ObservedTensors(Mapping[str, Tensor]):
-    """Mapping of tensors that calls `observe` before each look-up."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], observe: Callable[[], None]) -> None:
-        self._tensors, self._observe = tensors, observe
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._observe()
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]) -> None:

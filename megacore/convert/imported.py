@@ -4,7 +4,6 @@ The checkpoints have no data. They have a tokenizer if the model comes with one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,14 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import DeferredTensor
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
+from megacore.convert.deepspeed.read import open_deepspeed
+from megacore.convert.hf.directory import open_hf
+from megacore.convert.megatron.checkpoint import open_megatron
+from megacore.convert.nanotron import open_nanotron
+from megacore.convert.neox import open_neox
+from megacore.convert.source import Foreign, parameter_shapes
 from megacore.convert.tokenizers import adopt_tokenizer, with_begin, with_special_tokens
 from megacore.errors import ConfigError, ConversionError
-from megacore.models.build import build_bare
-from megacore.parallel.mesh import ProcessMesh
 
 RECORD_NAME = "import.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -32,140 +35,14 @@ OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the moments' names in a checkpoint, followed by kind and parameter."""
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """Opened model in the format of another program."""
-
-    form: str
-    """Format: a key of OPENERS."""
-    kind: str
-    """Class of the model, or its description in that format."""
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
-    """Parameters in fp32 by our global names, each read on access."""
-    files: tuple[Path, ...]
-    """Files that contain the model."""
-    iteration: int = 0
-    """Number of optimizer steps; 0 if unknown."""
-    remarks: tuple[str, ...] = ()
-    """Sentences about information that the files lack."""
-    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Adam's exp_avg and exp_avg_sq of every parameter, by kind and name; empty if missing."""
-    optimizer_steps: int | None = None
-    """Number of steps behind the moments; None without moments."""
-
-
-def open_from_hf(directory: Path) -> Foreign:
-    """Open a transformers directory.
-
-    Raises:
-        ConversionError: if the model has no counterpart here, or the files are damaged.
-    """
-    from megacore.convert.hf.directory import open_hf, weight_files
-
-    hf_class, spec, tensors = open_hf(directory)
-    return Foreign("hf", hf_class.architecture, spec, tensors, weight_files(directory))
-
-
-def open_from_megatron(directory: Path) -> Foreign:
-    """Open a checkpoint of Megatron-LM.
-
-    Raises:
-        CheckpointError: if files are missing or damaged.
-        ConversionError: if the model has no counterpart here.
-    """
-    from megacore.convert.megatron.checkpoint import read_megatron
-    from megacore.convert.megatron.core import core_files, is_distributed, read_core
-    from megacore.convert.megatron.files import checkpoint_directory, rank_files
-
-    iteration_directory, iteration = checkpoint_directory(directory)
-    if is_distributed(iteration_directory):
-        opened = read_core(iteration_directory, iteration)
-        files = core_files(iteration_directory)
-        kind = f"Megatron core {opened.spec.family}"
-    else:
-        opened = read_megatron(directory)
-        files = tuple(rank_files(iteration_directory).values())
-        kind = f"Megatron-LM {opened.spec.family}"
-    return Foreign(
-        "megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks
-    )
-
-
-def open_from_deepspeed(directory: Path) -> Foreign:
-    """Open a checkpoint of DeepSpeed.
-
-    Raises:
-        CheckpointError: if files are missing or damaged.
-        ConversionError: if the model has no counterpart here.
-        ParallelLayoutError: if one of our models cannot be divided like the files.
-    """
-    from megacore.convert.deepspeed.read import read_deepspeed
-
-    opened = read_deepspeed(directory)
-    return Foreign(
-        "deepspeed",
-        opened.kind,
-        opened.spec,
-        opened.tensors,
-        opened.files,
-        opened.iteration,
-        opened.remarks,
-        opened.moments,
-        opened.optimizer_steps,
-    )
-
-
-def open_from_neox(directory: Path) -> Foreign:
-    """Open a checkpoint of GPT-NeoX.
-
-    Raises:
-        CheckpointError: if files are missing or damaged.
-        ConversionError: if the model has no counterpart here.
-    """
-    from megacore.convert.neox import read_neox
-
-    opened = read_neox(directory)
-    return Foreign(
-        "neox",
-        "GPT-NeoX gpt",
-        opened.spec,
-        opened.tensors,
-        opened.files,
-        opened.iteration,
-        opened.remarks,
-    )
-
-
-def open_from_nanotron(directory: Path) -> Foreign:
-    """Open a checkpoint of nanotron.
-
-    Raises:
-        CheckpointError: if files are missing or damaged.
-        ConversionError: if the model has no counterpart here.
-    """
-    from megacore.convert.nanotron import read_nanotron
-
-    opened = read_nanotron(directory)
-    return Foreign(
-        "nanotron",
-        f"nanotron {opened.kind}",
-        opened.spec,
-        opened.tensors,
-        opened.files,
-        opened.iteration,
-        opened.remarks,
-    )
-
-
 OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
-    "hf": open_from_hf,
-    "megatron": open_from_megatron,
-    "deepspeed": open_from_deepspeed,
-    "neox": open_from_neox,
-    "nanotron": open_from_nanotron,
+    "hf": open_hf,
+    "megatron": open_megatron,
+    "deepspeed": open_deepspeed,
+    "neox": open_neox,
+    "nanotron": open_nanotron,
 }
-"""Functions that open a model, by format."""
+"""Functions that open a model, by format; `megacore import` has an option `--from-…` for each."""
 
 
 def import_model(
@@ -215,15 +92,17 @@ def _deferred(
     Raises:
         ConversionError: if `tensors` are of another model than `spec`.
     """
-    model = build_bare(spec, ProcessMesh.serial())
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = parameter_shapes(spec)
     if shapes.keys() != tensors.keys():
         differing = sorted(shapes.keys() ^ tensors.keys())
         raise ConversionError(
             f"the model has other tensors than its description says: {', '.join(differing[:4])}"
         )
     for name, shape in shapes.items():
-        yield name, DeferredTensor(shape, torch.float32, partial(_finite, tensors, name))
+        yield (
+            name,
+            DeferredTensor(torch.Size(shape), torch.float32, partial(_finite, tensors, name)),
+        )
 
 
 def _finite(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -6,7 +6,7 @@ source is any mapping from name to tensor, such as a dict or a lazily read check
 at the end build entries that several classes of transformers share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,32 @@ from megacore.errors import ConversionError
 Shape = tuple[int, ...]
 NAMED_AT_ONCE = 4
 """Number of tensors or files that a message names."""
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Mapping of tensors by name, each computed on access.
+
+    Names, their number and the question for a name (`in`) compute no tensor.
+    """
+
+    def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
+        """Take the names, in order, and the function that returns the tensor of a name."""
+        self._names = dict.fromkeys(names)
+        self._compute = compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._compute(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)
@@ -190,7 +216,7 @@ class KeyMap:
 
     def ours(
         self, theirs: Mapping[str, Tensor], where: str = "the transformers model"
-    ) -> "Mapping[str, Tensor]":
+    ) -> LazyTensors:
         """Return our tensors by name, in the table's order.
 
         Each tensor is computed on access and contiguous.
@@ -204,28 +230,16 @@ class KeyMap:
                 has a wrong shape.
         """
         _check_names(theirs, self.their_shapes, where)
-        return _Ours(self, theirs, where)
 
+        def whole(name: str) -> Tensor:
+            return _taken(theirs, name, self.their_shapes[name], where)
 
-class _Ours(Mapping[str, Tensor]):
-    """Mapping of our tensors, each merged from the other format's on access."""
+        def merged(name: str) -> Tensor:
+            tensor = self.merged(name, whole)
+            assert tuple(tensor.shape) == self.our_shapes[name], f"layout of {name}"
+            return tensor
 
-    def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor], where: str) -> None:
-        self._table, self._theirs, self._where = table, theirs, where
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._table.merged(name, self._whole)
-        assert tuple(tensor.shape) == self._table.our_shapes[name], f"layout of {name}"
-        return tensor
-
-    def _whole(self, name: str) -> Tensor:
-        return _taken(self._theirs, name, self._table.their_shapes[name], self._where)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.our_shapes)
-
-    def __len__(self) -> int:
-        return len(self._table.our_shapes)
+        return LazyTensors(self.our_shapes, merged)
 
 
 def translated(entry: Entry | Fused, ours: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -24,8 +24,9 @@ from megacore.checkpoint.shard import overlap
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.key_map import NAMED_AT_ONCE, Shape, interleaved_rows
-from megacore.convert.megatron.args import padded
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, interleaved_rows
+from megacore.convert.megatron.args import usual_divisor
+from megacore.convert.source import Foreign
 from megacore.errors import CheckpointError, ConversionError
 
 CONFIG_NAME = "model_config.json"
@@ -47,24 +48,7 @@ Splits = dict[str, Callable[[Tensor], Tensor]]
 """Functions from a complete parameter of nanotron to ours, by our name."""
 
 
-@dataclass(frozen=True)
-class NanotronCheckpoint:
-    """Checkpoint of nanotron, translated to a megacore model."""
-
-    kind: str
-    """Kind of the model: Llama or Qwen2."""
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
-    """Our parameters in fp32 by global name, each read on access."""
-    files: tuple[Path, ...]
-    """Files that contain the model and its configuration."""
-    iteration: int
-    """Number of optimizer steps; 0 if unknown."""
-    remarks: tuple[str, ...] = ()
-    """Sentences about what the import leaves out."""
-
-
-def read_nanotron(directory: Path) -> NanotronCheckpoint:
+def open_nanotron(directory: Path) -> Foreign:
     """Open a checkpoint: the directory of a step, or the root with `latest.txt`.
 
     Raises:
@@ -95,7 +79,15 @@ def read_nanotron(directory: Path) -> NanotronCheckpoint:
         "is not taken",
     )
     half = any(part.dtype != "F32" for parts in parameters.values() for part in parts)
-    return NanotronCheckpoint(kind, spec, tensors, tuple(files), iteration, remarks if half else ())
+    return Foreign(
+        "nanotron",
+        f"nanotron {kind}",
+        spec,
+        tensors,
+        tuple(files),
+        iteration,
+        remarks if half else (),
+    )
 
 
 def _step_directory(directory: Path) -> Path:
@@ -165,9 +157,7 @@ def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
             init_method_std=config.get("initializer_range", 0.02),
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            make_vocab_size_divisible_by=(
-                128 if padded(vocabulary, 128) == vocabulary else vocabulary & -vocabulary
-            ),
+            make_vocab_size_divisible_by=usual_divisor(vocabulary),
         )
         check_model("gpt", model, 1)
         eod = config.get("eos_token_id")
@@ -270,7 +260,7 @@ def _slice(text: str, length: int) -> slice:
     return slice(start, stop)
 
 
-class NanotronTensors(Mapping[str, Tensor]):
+class NanotronTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, each joined from its files on access.
 
     With `interleaved` rotary positions, rows of queries and keys are reordered: adjacent elements
@@ -306,16 +296,11 @@ class NanotronTensors(Mapping[str, Tensor]):
             )
         for name, parts in parameters.items():
             _check_parts(name, parts, shapes[name], where)
+        super().__init__(self._entries, self._ours)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _ours(self, name: str) -> Tensor:
         theirs, split = self._entries[name]
         return split(self._whole(theirs)).contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def _whole(self, name: str) -> Tensor:
         parts = self._parameters[name]

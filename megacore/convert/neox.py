@@ -23,8 +23,9 @@ from megacore.config.model import ModelConfig, check_model
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
 from megacore.convert.inert import load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, interleaved_rows
-from megacore.convert.megatron.args import padded
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, interleaved_rows
+from megacore.convert.megatron.args import refuse_used, usual_divisor
+from megacore.convert.source import HALF_PRECISION, Foreign, parameter_shapes
 from megacore.errors import CheckpointError, ConfigError, ConversionError
 from megacore.foreign.files import read_yaml
 
@@ -61,21 +62,6 @@ Parts = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class NeoxCheckpoint:
-    """Checkpoint of GPT-NeoX, translated to a megacore model."""
-
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
-    """Our parameters in fp32 by global name, each computed on access."""
-    files: tuple[Path, ...]
-    """Files that contain the model and its configuration."""
-    iteration: int
-    """Number of optimizer steps; 0 if unknown."""
-    remarks: tuple[str, ...]
-    """Sentences about what the import leaves out."""
-
-
-@dataclass(frozen=True)
 class _Entry:
     """One of our parameters and its counterparts."""
 
@@ -87,7 +73,7 @@ class _Entry:
     """Function from the tensors of all ranks to ours."""
 
 
-def read_neox(directory: Path) -> NeoxCheckpoint:
+def open_neox(directory: Path) -> Foreign:
     """Open a checkpoint: its directory, or the run's with a file `latest`.
 
     Raises:
@@ -104,16 +90,14 @@ def read_neox(directory: Path) -> NeoxCheckpoint:
     tensors = NeoxTensors(layers, spec, parallel=spec.model.parallel_residual)
     remarks = [*tensors.remarks]
     if layers.parts(0, "word_embeddings.weight")[0].dtype != torch.float32:
-        remarks.append(
-            "the weights are in half precision: main weights in fp32 belong to the optimizer's "
-            "state, which is not taken"
-        )
+        remarks.append(HALF_PRECISION)
     remarks.append(
         "the files do not say how many rows of the padded vocabulary are tokens: all of them count "
         "as such"
     )
     files = (*paths, *layers.files)
-    return NeoxCheckpoint(spec, tensors, files, _iteration(saved, where), tuple(remarks))
+    iteration = _iteration(saved, where)
+    return Foreign("neox", "GPT-NeoX gpt", spec, tensors, files, iteration, tuple(remarks))
 
 
 def _settings(paths: Sequence[Path], where: Path) -> dict[str, Any]:
@@ -212,21 +196,13 @@ class _LayerFiles:
 
 def _spec(settings: Mapping[str, Any], layers: _LayerFiles, where: Path) -> ModelSpec:
     """Return the spec of the model that the settings describe."""
-    others = [
-        f"{name} {settings[name]!r}"
-        for name, off in _OFF.items()
-        if settings.get(name) and settings[name] not in off
-    ]
     kinds = set(_strings(settings.get("attention_config") or ["global"]))
-    others += [f"attention_config {kind!r}" for kind in sorted(kinds - _ATTENTION)]
-    if others:
-        raise ConversionError(
-            f"{where} was trained with {', '.join(others)}, which no model of megacore has"
-        )
+    others = [f"attention_config {kind!r}" for kind in sorted(kinds - _ATTENTION)]
+    refuse_used(settings, _OFF, where, others)
     rows = sum(len(part) if part.dim() else 0 for part in layers.parts(0, "word_embeddings.weight"))
     try:
         fields = _model_fields(settings, layers, kinds)
-        model = ModelConfig(**fields, make_vocab_size_divisible_by=_divisor(rows))
+        model = ModelConfig(**fields, make_vocab_size_divisible_by=usual_divisor(rows))
         check_model("gpt", model, 1)
         return ModelSpec(family="gpt", model=model, vocab_size=rows)
     except (ValidationError, KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -235,10 +211,6 @@ def _spec(settings: Mapping[str, Any], layers: _LayerFiles, where: Path) -> Mode
             f"the configuration in {where / 'configs'} describes no model: {reason}: use another "
             "checkpoint"
         ) from error
-
-
-def _divisor(rows: int) -> int:
-    return 128 if padded(rows, 128) == rows else rows & -rows
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -327,7 +299,7 @@ def _window(settings: Mapping[str, Any], layers: _LayerFiles, kinds: set[str]) -
     return int(width) + 1
 
 
-class NeoxTensors(Mapping[str, Tensor]):
+class NeoxTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, merged from all ranks on access.
 
     With `parallel` residual branches, each rank adds its own bias to its part of the sum, so the
@@ -345,6 +317,7 @@ class NeoxTensors(Mapping[str, Tensor]):
         self.remarks: list[str] = []
         """Sentences about copies that differ."""
         self._entries = dict(self._table())
+        super().__init__(self._entries, self._merged)
         used = self._check()
         unknown = [
             f"{name} of layer {layer}"
@@ -360,16 +333,10 @@ class NeoxTensors(Mapping[str, Tensor]):
                 "checkpoint"
             )
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _merged(self, name: str) -> Tensor:
         entry = self._entries[name]
         parts = self._layers.parts(entry.layer, self._layers.name_of(entry.layer, entry.names))
         return entry.merge(parts).to(torch.float32).contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def _table(self) -> Iterator[tuple[str, _Entry]]:
         model = self._spec.model
@@ -453,7 +420,7 @@ class NeoxTensors(Mapping[str, Tensor]):
 
     def _check(self) -> set[tuple[int, str]]:
         """Check shapes and copies; return layer and name of the tensors that are used."""
-        shapes = _our_shapes(self._spec)
+        shapes = parameter_shapes(self._spec)
         assert shapes.keys() == self._entries.keys(), "the table has other tensors than the model"
         used: set[tuple[int, str]] = set()
         for ours, entry in self._entries.items():
@@ -531,11 +498,3 @@ def _rows(parts: Parts) -> Tensor:
 def _half(index: int) -> Callable[[Parts], Tensor]:
     """Return the function that joins the first or second half of every rank's rows."""
     return lambda parts: torch.cat([part.chunk(2)[index] for part in parts])
-
-
-def _our_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    from megacore.models.build import build_bare
-    from megacore.parallel.mesh import ProcessMesh
-
-    model = build_bare(spec, ProcessMesh.serial())
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -42,7 +42,7 @@ def _take_export(model: nn.Module, directory: Path) -> None:
     """Fill the parameters of `model` from a transformers directory, one tensor at a time."""
     from megacore.convert.hf.directory import open_hf
 
-    _, _, tensors = open_hf(directory)
+    tensors = open_hf(directory).tensors
     parts = partitions(model)
     for name, parameter in model.named_parameters():
         tensor = tensors[name]

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError, ConversionError
 from megacore.tokenizer import load_tokenizer
@@ -148,7 +148,7 @@ def test_a_deepspeed_checkpoint_is_imported_and_exported_to_megatron(
         "--format",
         "megatron",
     )
-    exported = read_megatron(tmp_path / "out")
+    exported = open_megatron(tmp_path / "out")
     assert exported.iteration == ITERATION
     assert all(torch.equal(exported.tensors[name], value) for name, value in tensors.items())
 

@@ -9,8 +9,9 @@ import torch
 
 from megacore.convert import load_model, open_export
 from megacore.convert.hf.config import WITHOUT_EFFECT, WITHOUT_EFFECT_IN, HfConfig
+from megacore.convert.hf.directory import open_hf
 from megacore.convert.hf.forms import FORMS, model_config, read_spec
-from megacore.convert.imported import import_model, open_from_hf
+from megacore.convert.imported import import_model
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.ungated_export import export_hf, open_source
@@ -146,7 +147,7 @@ def t5(directory: Path, *, tied: bool, scaled: bool) -> Any:
 @pytest.mark.parametrize(("tied", "scaled"), [(True, True), (True, False), (False, False)])
 def test_tie_and_scale_of_a_t5_are_separate(tied: bool, scaled: bool, tmp_path: Path) -> None:
     theirs = t5(tmp_path / "hf", tied=tied, scaled=scaled)
-    checkpoint = import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+    checkpoint = import_model(open_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
     export_hf(open_source(checkpoint), tmp_path / "again")
     again = load_exported(tmp_path / "again")
     assert (again.lm_head.weight is again.shared.weight) == tied
@@ -167,7 +168,7 @@ def test_tie_and_scale_of_a_t5_are_separate(tied: bool, scaled: bool, tmp_path: 
 def test_a_separate_head_with_scaling_is_refused(tmp_path: Path) -> None:
     t5(tmp_path / "hf", tied=False, scaled=True)
     with pytest.raises(ConversionError, match="with different values"):
-        import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+        import_model(open_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.deepspeed.read import open_deepspeed
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron_deepspeed import (
     as_deepspeeds,
@@ -24,7 +24,7 @@ OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 def refusal(directory: Path, kind: type[MegacoreError] = CheckpointError) -> str:
     with pytest.raises(kind) as caught:
-        read_deepspeed(directory)
+        open_deepspeed(directory)
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -226,7 +226,7 @@ def test_moments_without_a_number_of_steps_are_left_out(tmp_path: Path) -> None:
                 ].values()
             ],
         )
-    read = read_deepspeed(tmp_path)
+    read = open_deepspeed(tmp_path)
     assert read.spec.model == spec.model
     assert (dict(read.moments), read.optimizer_steps) == ({}, None)
     assert "after one number of steps: none is taken" in read.remarks[0]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.deepspeed.read import read_deepspeed
-from megacore.convert.megatron.checkpoint import read_megatron, write_megatron
+from megacore.convert.deepspeed.read import open_deepspeed
+from megacore.convert.megatron.checkpoint import open_megatron, write_megatron
 from megacore.errors import CheckpointError, ConversionError
 from tests.convert._megatron import ITERATION
 from tests.convert._megatron_deepspeed import (
@@ -31,7 +31,7 @@ LLAMA: dict[str, Any] = {
 def assert_read(
     directory: Path, spec: ModelSpec, tensors: dict[str, Tensor], *, moments: bool = True
 ) -> None:
-    read = read_deepspeed(directory)
+    read = open_deepspeed(directory)
     assert read.iteration == ITERATION
     assert read.tensors.keys() == tensors.keys()
     assert all(torch.equal(read.tensors[name], value) for name, value in tensors.items())
@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_with_zero1_are_joined(tmp_path: Path, model: dict
 def test_the_model_equals_that_of_megatron_lms_files(tmp_path: Path) -> None:
     spec, tensors = written_zero1(tmp_path / "ds")
     write_megatron(spec, tensors, tmp_path / "megatron", iteration=ITERATION, tensor=2)
-    ours, theirs = read_deepspeed(tmp_path / "ds"), read_megatron(tmp_path / "megatron")
+    ours, theirs = open_deepspeed(tmp_path / "ds"), open_megatron(tmp_path / "megatron")
     assert ours.spec == theirs.spec
     assert ours.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors)
@@ -92,7 +92,7 @@ def test_a_file_without_args_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConversionError, match=r"mp_rank_00_model_states\.pt has no args, which nothing else says"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
         moments[0]["step"] = torch.tensor(torch.inf)
         torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"is not as DeepSpeed writes it \(OverflowError"):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_a_shape_that_is_no_shape_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_shape_that_is_no_shape_is_refused(tmp_path: Path) -> None:
     state["param_shapes"][0][next(iter(state["param_shapes"][0]))] = "text"
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"is not as DeepSpeed writes it \(TypeError"):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_names_of_another_program_are_refused(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_names_of_another_program_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConversionError, match=r"has parameters transformer\.wte\.weight, which are neither"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_tied_tables_that_differ_are_refused(tmp_path: Path) -> None:
@@ -141,4 +141,4 @@ def test_tied_tables_that_differ_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"word_embeddings\.weight differs between pipeline stages"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)

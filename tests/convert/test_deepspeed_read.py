@@ -10,8 +10,8 @@ from megacore.artifact.files import write_json
 from megacore.checkpoint.format import verify
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.spec import read_spec
-from megacore.convert.deepspeed.read import read_deepspeed
-from megacore.convert.imported import import_model, open_from_deepspeed
+from megacore.convert.deepspeed.read import open_deepspeed
+from megacore.convert.imported import import_model
 from megacore.errors import CheckpointError, ConversionError
 from megacore.jobs.run import TrainJob
 from tests._dist import run_distributed
@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 
 def assert_read(directory: Path, state: EngineState) -> None:
-    read = read_deepspeed(directory)
+    read = open_deepspeed(directory)
     assert read.spec == spec_and_config()[0]
     kinds = {"weights": read.tensors, **read.moments}
     assert kinds.keys() == {"weights", "exp_avg", "exp_avg_sq"}
@@ -72,7 +72,7 @@ def test_universal_checkpoints_are_read_exactly(
     root, states = checkpoints
     directory = root / name / f"{TAG}_universal"
     assert_read(directory, states[name])
-    assert read_deepspeed(directory).optimizer_steps == STEPS
+    assert open_deepspeed(directory).optimizer_steps == STEPS
 
 
 def test_half_precision_weights_differ_from_the_main_weights(
@@ -92,7 +92,7 @@ def test_an_import_is_a_checkpoint_with_moments(
 ) -> None:
     root, states = checkpoints
     source = root / "zero2-bf16"
-    checkpoint = import_model(open_from_deepspeed(source), source, tmp_path / "out")
+    checkpoint = import_model(open_deepspeed(source), source, tmp_path / "out")
     assert checkpoint == tmp_path / "out" / f"iter_{STEPS:07d}"
     verify(checkpoint)
     assert read_spec(checkpoint) == spec_and_config()[0]
@@ -125,7 +125,7 @@ def test_the_model_is_described_by_the_runs_job_file(
         ConversionError,
         match=r"does not say which: put the run\.json of its run, or the state\.json",
     ):
-        read_deepspeed(tmp_path / "run" / "ds")
+        open_deepspeed(tmp_path / "run" / "ds")
     spec, config = spec_and_config()
     TrainJob(
         exit_directory="x",
@@ -139,7 +139,7 @@ def test_the_model_is_described_by_the_runs_job_file(
         special_tokens=spec.special_tokens,
         run_directory="x",
     ).write(tmp_path / "run" / "run.json")
-    read = read_deepspeed(tmp_path / "run" / "ds")
+    read = open_deepspeed(tmp_path / "run" / "ds")
     assert read.spec == spec.model_copy(update={"tokenizer_directory": "tok"})
     assert read.tensors.keys() == states["zero1"].weights.keys()
 
@@ -155,4 +155,4 @@ def test_a_description_of_another_model_is_refused(
     with pytest.raises(
         CheckpointError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.bias.* \(12 missing"
     ):
-        read_deepspeed(tmp_path / TAG)
+        open_deepspeed(tmp_path / TAG)

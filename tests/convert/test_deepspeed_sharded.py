@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.artifact.files import write_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed import files
-from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.deepspeed.read import open_deepspeed
 from megacore.convert.inert import Record
 from megacore.convert.megatron.table import WORD_EMBEDDINGS
 from megacore.errors import CheckpointError, ParallelLayoutError
@@ -44,7 +44,7 @@ def state(ranks: int) -> dict[str, object]:
 
 
 def assert_read(directory: Path, tensors: dict[str, Tensor]) -> None:
-    read = read_deepspeed(directory)
+    read = open_deepspeed(directory)
     assert (read.iteration, read.optimizer_steps) == (ITERATION, ITERATION)
     for loaded, factor in (
         (read.tensors, 1.0),
@@ -111,7 +111,7 @@ def test_ranks_that_differ_in_a_replicated_tensor_are_refused(tmp_path: Path) ->
     with pytest.raises(
         CheckpointError, match=r"final_layernorm\.bias of tensor rank 1 differs from that of"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_a_number_of_ranks_that_cannot_divide_the_model_is_refused(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_number_of_ranks_that_cannot_divide_the_model_is_refused(tmp_path: Pat
     with pytest.raises(
         ParallelLayoutError, match="is not a multiple of the tensor parallel size 3"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_flat_main_weights_without_zero_are_read(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_flat_main_weights_without_zero_are_read(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"main weights in fp32 that are not those of its 52 parameters"
     ):
-        read_deepspeed(tmp_path)
+        open_deepspeed(tmp_path)
 
 
 def test_weights_only_in_half_precision_are_remarked(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_weights_only_in_half_precision_are_remarked(tmp_path: Path) -> None:
     describe(tmp_path, spec)
     module = {name: (value % 128).bfloat16() for name, value in weights(spec).items()}
     torch.save({**state(1), "module": module}, tmp_path / "mp_rank_00_model_states.pt")
-    read = read_deepspeed(tmp_path)
+    read = open_deepspeed(tmp_path)
     assert "half precision" in read.remarks[0]
     assert "the weights are taken" in read.remarks[1]
     assert all(torch.equal(read.tensors[name], value.float()) for name, value in module.items())
@@ -175,7 +175,7 @@ def test_checkpoints_of_deepspeed_and_of_the_engine_are_equal(tmp_path: Path) ->
     for name, (_, zero_stage, _) in LAYOUTS.items():
         expected = read_tensors(Path(ours[name]))
         shutil.copy(Path(ours[name]) / "state.json", tmp_path / name / "state.json")
-        read = read_deepspeed(tmp_path / name)
+        read = open_deepspeed(tmp_path / name)
         converted = {f"model.{key}": value for key, value in read.tensors.items()}
         for kind, moments in read.moments.items():
             converted |= {f"optimizer.{kind}.{key}": value for key, value in moments.items()}
@@ -202,7 +202,7 @@ def test_frozen_parameters_of_every_zero_stage_are_read(tmp_path: Path) -> None:
     write_zero1(folder, 0, {f"model.{trained}": tensors[trained]}, state(1), frozen)
     _write_frozen_stage3(tmp_path / "zero3", f"model.{trained}", tensors[trained], frozen)
     for name in ("zero1", "zero3"):
-        read = read_deepspeed(tmp_path / name)
+        read = open_deepspeed(tmp_path / name)
         assert all(torch.equal(read.tensors[key], value) for key, value in tensors.items())
         assert dict(read.moments) == {}
         assert "Adam's moments of every parameter" in read.remarks[0]

@@ -16,9 +16,9 @@ from megacore.compare.models import config_token_findings
 from megacore.compare.side import open_sides
 from megacore.convert import load_model, open_export
 from megacore.convert.hf import directory as hf_directory
-from megacore.convert.hf.directory import HfTensors
+from megacore.convert.hf.directory import HfTensors, open_hf
 from megacore.convert.hf.forms import FORMS
-from megacore.convert.imported import import_model, open_from_hf
+from megacore.convert.imported import import_model
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
@@ -78,7 +78,7 @@ def test_an_import_and_an_export_return_the_same_model(name: str, tmp_path: Path
     source, spec = tmp_path / "hf", tiny_spec(name)
     theirs = save_theirs(name, source)
     assert len(list(source.glob("*.safetensors"))) > 1
-    checkpoint = import_model(open_from_hf(source), source, tmp_path / "imported")
+    checkpoint = import_model(open_hf(source), source, tmp_path / "imported")
     assert checkpoint == tmp_path / "imported" / "iter_0000000"
     read = read_spec(checkpoint)
     assert (read.family, read.vocab_size, read.padded_vocab_size) == (spec.family, 100, 128)
@@ -157,7 +157,7 @@ def test_begin_and_ends_of_a_text_return(
     source, again = tmp_path / "hf", tmp_path / "again"
     generation = None if ends is None else {"eos_token_id": ends}
     save_llama(source, bos=bos, generation=generation, begin=begin)
-    import_model(open_from_hf(source), source, tmp_path / "imported")
+    import_model(open_hf(source), source, tmp_path / "imported")
     export_hf(open_source(tmp_path / "imported"), again)
     for file in ("config.json", "generation_config.json"):
         assert ids_of(again, file) == expected
@@ -217,7 +217,7 @@ def test_an_export_takes_the_begin_of_a_given_transformers_tokenizer(
     model = their_model(tiny_spec("llama").model_copy(update={"vocab_size": 300}))
     model.save_pretrained(tmp_path / "hf")
     config(bos_token_id=2, eos_token_id=1)(tmp_path / "hf")
-    import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+    import_model(open_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
     export_hf(open_source(tmp_path / "imported", given), again)
     assert ids_of(again, "config.json")["bos"] == (0 if begin else 2)
     before = json.loads((given / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -282,12 +282,12 @@ def test_a_vocabulary_of_bert_is_read_with_its_settings(
 def test_a_damaged_generation_config_is_refused(gpt2_copy: Path) -> None:
     (gpt2_copy / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConversionError, match=r"generation_config\.json is not JSON .*: copy it"):
-        open_from_hf(gpt2_copy)
+        open_hf(gpt2_copy)
 
 
 def test_a_bfloat16_round_trip_is_bit_identical(tmp_path: Path) -> None:
     theirs = save_theirs("llama", tmp_path / "hf", dtype=torch.bfloat16)
-    import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+    import_model(open_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
     export_hf(open_source(tmp_path / "imported"), tmp_path / "again", dtype="bfloat16")
     config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
     assert config["dtype"] == "bfloat16"
@@ -300,7 +300,7 @@ def test_a_bfloat16_round_trip_is_bit_identical(tmp_path: Path) -> None:
 
 
 def test_padding_of_the_imported_vocabulary_is_zero(gpt2: Path, tmp_path: Path) -> None:
-    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    checkpoint = import_model(open_hf(gpt2), gpt2, tmp_path / "imported")
     table = CheckpointTensors(checkpoint)["embedding.word_embeddings.weight"]
     assert table.shape == (128, 32)
     assert table[:100].abs().sum(1).min() > 0
@@ -312,7 +312,7 @@ def test_names_without_prefix_masks_and_a_copy_of_the_head_are_read(
 ) -> None:
     from safetensors.torch import save_file
 
-    before = open_from_hf(gpt2_copy)
+    before = open_hf(gpt2_copy)
     theirs = on_disk(tiny_spec("gpt2"), their_model(tiny_spec("gpt2")))
     bare = {key.removeprefix("transformer."): value.contiguous() for key, value in theirs.items()}
     bare |= {
@@ -322,7 +322,7 @@ def test_names_without_prefix_masks_and_a_copy_of_the_head_are_read(
     for path in gpt2_copy.glob("*.safetensors*"):
         path.unlink()
     save_file(bare, gpt2_copy / "model.safetensors")
-    bare_names = open_from_hf(gpt2_copy)
+    bare_names = open_hf(gpt2_copy)
     assert bare_names.spec == before.spec
     assert all(
         torch.equal(bare_names.tensors[name], before.tensors[name]) for name in before.tensors
@@ -332,7 +332,7 @@ def test_names_without_prefix_masks_and_a_copy_of_the_head_are_read(
     with pytest.raises(
         ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"
     ):
-        open_from_hf(gpt2_copy)
+        open_hf(gpt2_copy)
 
 
 def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:
@@ -340,14 +340,14 @@ def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:
     for path in gpt2_copy.glob("*.safetensors*"):
         path.unlink()
     torch.save(theirs.state_dict(), gpt2_copy / "pytorch_model.bin")
-    opened, expected = open_from_hf(gpt2_copy), open_from_hf(gpt2)
+    opened, expected = open_hf(gpt2_copy), open_hf(gpt2)
     assert all(
         torch.equal(opened.tensors[name], expected.tensors[name]) for name in expected.tensors
     )
     torch.save(
         theirs.state_dict(), gpt2_copy / "pytorch_model.bin", _use_new_zipfile_serialization=False
     )
-    opened = open_from_hf(gpt2_copy)
+    opened = open_hf(gpt2_copy)
     assert all(
         torch.equal(opened.tensors[name], expected.tensors[name]) for name in expected.tensors
     )
@@ -357,7 +357,7 @@ def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:
 def test_a_weight_without_a_number_is_refused_by_name(
     value: float, gpt2: Path, tmp_path: Path
 ) -> None:
-    opened = open_from_hf(gpt2)
+    opened = open_hf(gpt2)
     tensors = dict(opened.tensors)
     name = "encoder.layers.1.mlp.dense_h_to_4h.bias"
     tensors[name][5] = value
@@ -375,13 +375,13 @@ def test_other_pickles_are_refused(gpt2_copy: Path) -> None:
         ConversionError,
         match=r"asks for pathlib\S*, which is no tensor: nothing of it was run",
     ):
-        open_from_hf(gpt2_copy)
+        open_hf(gpt2_copy)
     (gpt2_copy / "pytorch_model.bin").write_bytes(b"hello")
     with pytest.raises(
         ConversionError,
         match=r"\(5 bytes\) cannot be read as tensors only .* damaged or cut short",
     ):
-        open_from_hf(gpt2_copy)
+        open_hf(gpt2_copy)
 
 
 def remove_a_shard(directory: Path) -> None:
@@ -460,7 +460,7 @@ def test_damaged_directories_are_refused_in_one_sentence(
 ) -> None:
     damage(gpt2_copy)
     with pytest.raises(ConversionError, match=message) as caught:
-        import_model(open_from_hf(gpt2_copy), gpt2_copy, tmp_path / "imported")
+        import_model(open_hf(gpt2_copy), gpt2_copy, tmp_path / "imported")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied"]
 
@@ -500,7 +500,7 @@ def test_unsupported_options_are_refused_by_key_and_value(
         json.dumps(model_config(tiny_spec(name), "float32") | values)
     )
     with pytest.raises(ConversionError, match=message):
-        open_from_hf(tmp_path)
+        open_hf(tmp_path)
 
 
 def test_the_rotary_base_of_transformers_4_is_read(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_the_rotary_base_of_transformers_4_is_read(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_not_empty_is_refused(gpt2: Path, tmp_path: Path) -> None:
-    foreign = open_from_hf(gpt2)
+    foreign = open_hf(gpt2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -538,14 +538,14 @@ def test_a_missing_or_larger_tokenizer_is_refused(gpt2: Path, tmp_path: Path) ->
 
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"--tokenizer .* holds no tokenizer"):
-        import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "none")
+        import_model(open_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "none")
     (tmp_path / "large").mkdir()
     JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
     with pytest.raises(
         ConversionError,
         match=r"tokenizer in .*large has 257 entries and the model's vocabulary 100",
     ):
-        import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "large")
+        import_model(open_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "large")
     assert not (tmp_path / "imported").exists()
 
 
@@ -575,7 +575,7 @@ def test_scales_of_quantized_weights_are_refused_as_such(
 
 
 def test_an_output_that_cannot_be_created_is_refused(gpt2: Path) -> None:
-    foreign = open_from_hf(gpt2)
+    foreign = open_hf(gpt2)
     with pytest.raises(
         WorkspaceError,
         match=r"--output /proc/new/output cannot be made \(No such file or directory\)",
@@ -587,7 +587,7 @@ def test_an_export_refuses_a_tokenizer_of_another_vocabulary(gpt2: Path, tmp_pat
     from megacore.tokenizer.build import train_bpe
     from megacore.tokenizer.load import JsonTokenizer
 
-    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    checkpoint = import_model(open_hf(gpt2), gpt2, tmp_path / "imported")
     (tmp_path / "large").mkdir()
     JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
     with pytest.raises(
@@ -601,7 +601,7 @@ def test_invalid_sources_of_an_export_are_refused(gpt2: Path, tmp_path: Path) ->
         open_source(gpt2)
     with pytest.raises(CheckpointError):
         open_source(tmp_path)
-    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    checkpoint = import_model(open_hf(gpt2), gpt2, tmp_path / "imported")
     with pytest.raises(ConfigError, match=r"--tokenizer .* has no tokenizer_config\.json"):
         open_source(checkpoint, tmp_path)
     part = next(checkpoint.glob("*.distcp"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.convert.megatron.checkpoint import read_megatron, write_megatron
+from megacore.convert.megatron.checkpoint import open_megatron, write_megatron
 from megacore.convert.megatron.table import slots
 from megacore.errors import ConfigError, ConversionError, ParallelLayoutError, WorkspaceError
 from tests.convert._megatron import ITERATION, MODELS, load, megatron_spec, weights, written
@@ -36,7 +36,7 @@ def test_a_round_trip_is_bit_identical_and_keeps_the_spec(
     tmp_path: Path, name: str, tensor: int, pipeline: int
 ) -> None:
     _, tensors = written(tmp_path / "out", name, tensor=tensor, pipeline=pipeline)
-    read = read_megatron(tmp_path / "out")
+    read = open_megatron(tmp_path / "out")
     assert (read.spec, read.iteration, read.remarks) == (megatron_spec(name), ITERATION, ())
     assert read.tensors.keys() == tensors.keys()
     assert len(read.tensors) == len(tensors)
@@ -219,7 +219,7 @@ def test_args_name_the_tokenizer_and_the_approximate_gelu(tmp_path: Path) -> Non
         False,
         16,
     )
-    assert read_megatron(tmp_path / "out").spec == spec
+    assert open_megatron(tmp_path / "out").spec == spec
 
 
 def test_a_file_contains_only_its_ranks_tensors(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
-from megacore.convert.imported import import_model, open_from_megatron
+from megacore.convert.imported import import_model
 from megacore.convert.inert import load_inert
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.source import CheckpointTensors
 from tests.convert._megatron_core import ITERATION, core_args, core_state, write_core, written_core
 
@@ -29,7 +30,7 @@ QUERY_NORMS = {"qk_layernorm": True, "kv_channels": 16}
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_element_has_its_place(tmp_path: Path, name: str, tensor: int) -> None:
     _, ours, spec = written_core(tmp_path, name, tensor=tensor)
-    opened = open_from_megatron(tmp_path)
+    opened = open_megatron(tmp_path)
     assert opened.kind == f"Megatron core {spec.family}"
     assert opened.iteration == ITERATION
     assert opened.tensors.keys() == ours.keys()
@@ -61,7 +62,7 @@ def test_every_version_of_the_form_is_read(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     directory, ours, spec = written_core(tmp_path, name, **options)
-    opened = open_from_megatron(directory)
+    opened = open_megatron(directory)
     assert all(torch.equal(opened.tensors[key], value) for key, value in ours.items())
     assert opened.tensors.keys() == ours.keys()
     assert opened.spec.model.qk_layernorm == spec.model.qk_layernorm
@@ -86,7 +87,7 @@ def test_scaled_rotary_positions_are_those_of_the_args(
 ) -> None:
     _, ours, spec = written_core(tmp_path / "base", "llama")
     write_core(tmp_path / "scaled", core_state(spec, ours), core_args(spec, **args))
-    assert open_from_megatron(tmp_path / "scaled").spec.model.rope_scaling == expected
+    assert open_megatron(tmp_path / "scaled").spec.model.rope_scaling == expected
 
 
 def test_half_precision_is_read_as_float32_with_a_remark(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_half_precision_is_read_as_float32_with_a_remark(tmp_path: Path) -> None
     _, ours, spec = written_core(spec_root, "llama")
     small = {name: (value % 251).bfloat16() for name, value in ours.items()}
     write_core(tmp_path / "half", core_state(spec, small, tensor=2), core_args(spec, tensor=2))
-    opened = open_from_megatron(tmp_path / "half")
+    opened = open_megatron(tmp_path / "half")
     assert all(torch.equal(opened.tensors[key], value.float()) for key, value in small.items())
     assert "half precision" in " ".join(opened.remarks)
 
@@ -109,7 +110,7 @@ def test_the_activation_is_the_one_that_megatron_core_computes(tmp_path: Path) -
     ):
         root = tmp_path / str(number)
         write_core(root, core_state(spec, ours), core_args(spec, **changes))
-        assert open_from_megatron(root).spec.model.activation == expected
+        assert open_megatron(root).spec.model.activation == expected
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
@@ -122,14 +123,14 @@ def test_paths_that_any_python_has_pickled_are_read(
     _, ours, _ = written_core(tmp_path, "gpt")
     metadata = (tmp_path / f"iter_{ITERATION:07d}/.metadata").read_bytes()
     assert module.encode() + b"\x94\x8c\x09PosixPath" in metadata
-    assert open_from_megatron(tmp_path).tensors.keys() == ours.keys()
+    assert open_megatron(tmp_path).tensors.keys() == ours.keys()
     torch.save({"args": argparse.Namespace(load=tmp_path)}, tmp_path / "args.pt")
     assert load_inert(tmp_path / "args.pt")["args"].load.given[-1] == tmp_path.name
 
 
 def test_an_import_writes_every_element(tmp_path: Path) -> None:
     _, ours, _ = written_core(tmp_path / "source", "llama", tensor=2)
-    foreign = open_from_megatron(tmp_path / "source")
+    foreign = open_megatron(tmp_path / "source")
     written = import_model(foreign, tmp_path / "source", tmp_path / "imported")
     assert written.name == f"iter_{ITERATION:07d}"
     imported = CheckpointTensors(written)

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megacore.checkpoint.save import save_checkpoint
-from megacore.convert.imported import import_model, open_from_megatron
-from megacore.convert.megatron.core import NEUTRAL
+from megacore.convert.imported import import_model
+from megacore.convert.megatron.checkpoint import open_megatron
+from megacore.convert.megatron.core import OFF
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron import megatron_spec, weights
 from tests.convert._megatron_core import (
@@ -31,7 +32,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 def refusal(root: Path, error: type[MegacoreError] = CheckpointError) -> str:
     """Return the sentence with which an import is refused; nothing may be left behind."""
     with pytest.raises(error) as caught:
-        import_model(open_from_megatron(root), root, root / "imported")
+        import_model(open_megatron(root), root, root / "imported")
     assert not (root / "imported").exists()
     message = str(caught.value)
     assert "\n" not in message
@@ -223,7 +224,7 @@ def test_modules_that_no_model_has_are_refused_by_name(
     assert f"no model of megacore has {module}" in refusal(root, ConversionError)
 
 
-@pytest.mark.parametrize("name", [*NEUTRAL])
+@pytest.mark.parametrize("name", [*OFF])
 def test_arguments_that_change_the_model_are_refused_by_name(tmp_path: Path, name: str) -> None:
     root = changed(tmp_path, lambda state: None, **{name: 3})
     assert f"trained with {name}" in refusal(root, ConversionError)
@@ -261,7 +262,7 @@ def test_arguments_that_contradict_the_tensors_are_refused(
 
 def test_training_in_eight_bits_is_a_remark(tmp_path: Path) -> None:
     root = changed(tmp_path, lambda state: None, fp8="hybrid")
-    assert "trained with fp8 hybrid" in " ".join(open_from_megatron(root).remarks)
+    assert "trained with fp8 hybrid" in " ".join(open_megatron(root).remarks)
 
 
 def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from megacore.convert.imported import open_from_megatron
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.megatron.core_write import check_core, core_args_of, write_core
 from megacore.errors import ConversionError
 from tests.convert._megatron import megatron_spec, weights
@@ -31,7 +31,7 @@ def test_an_export_is_read_back(tmp_path: Path, name: str, model: dict[str, Any]
     spec = megatron_spec(name, **model)
     ours = weights(spec)
     write_core(spec, ours, tmp_path, iteration=12)
-    opened = open_from_megatron(tmp_path)
+    opened = open_megatron(tmp_path)
     assert all(torch.equal(opened.tensors[key], value) for key, value in ours.items())
     assert opened.tensors.keys() == ours.keys()
     assert opened.iteration == 12

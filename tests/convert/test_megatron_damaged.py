@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron import change, written
 from tests.convert.test_megatron_read import encoder_of, setting
@@ -18,7 +18,7 @@ Edit = Callable[[dict[str, Any]], None]
 
 def refusal(directory: Path, kind: type[MegacoreError] = CheckpointError) -> str:
     with pytest.raises(kind) as caught:
-        read_megatron(directory)
+        open_megatron(directory)
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     return str(caught.value)

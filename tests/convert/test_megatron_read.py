@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.rope import LinearRope, Llama3Rope
-from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.megatron.files import write_rank_file
 from megacore.errors import CheckpointError, ConversionError
 from tests.convert._megatron import ITERATION, change, load, megatron_spec, written
@@ -28,7 +28,7 @@ HEAD_DIM = 8
 
 
 def assert_read(directory: Path, tensors: dict[str, Tensor]) -> None:
-    read = read_megatron(directory).tensors
+    read = open_megatron(directory).tensors
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], value) for name, value in tensors.items())
 
@@ -87,7 +87,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConversionError, match=r"checkpoint_version 4\.0, known are 0\.0, 1\.0, 2\.0, 3\.0"
     ):
-        read_megatron(tmp_path)
+        open_megatron(tmp_path)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_other_content_of_a_training_checkpoint_is_ignored(
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.delitem(sys.modules, name)
     assert_read(tmp_path, tensors)
-    assert read_megatron(tmp_path).spec == megatron_spec("bert")
+    assert open_megatron(tmp_path).spec == megatron_spec("bert")
 
 
 class Malicious:
@@ -169,7 +169,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> 
     with pytest.raises(
         CheckpointError, match=r"model_optim_rng\.pt asks for posix\.mkdir, which"
     ) as caught:
-        read_megatron(tmp_path)
+        open_megatron(tmp_path)
     assert "\n" not in str(caught.value)
     assert not target.exists()
     torch.load(iteration / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
@@ -222,7 +222,7 @@ def test_args_of_old_versions_are_read(tmp_path: Path) -> None:
     for folder in iteration.iterdir():
         change(folder, old)
     assert_read(tmp_path, tensors)
-    read = read_megatron(tmp_path)
+    read = open_megatron(tmp_path)
     assert (read.spec.vocab_size, read.spec.padded_vocab_size, read.spec.model.activation) == (
         304,
         304,
@@ -237,22 +237,22 @@ def test_scaled_rotary_positions_of_the_args_are_read(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, "llama")
     rank = iteration / "mp_rank_00"
     change(rank, setting(use_rope_scaling=True))
-    scaling = read_megatron(tmp_path).spec.model.rope_scaling
+    scaling = open_megatron(tmp_path).spec.model.rope_scaling
     assert scaling == Llama3Rope(kind="llama3", factor=8.0)
     change(rank, setting(rotary_seq_len_interpolation_factor=4))
     with pytest.raises(ConversionError, match="both use_rope_scaling and rotary_seq_len_inter"):
-        read_megatron(tmp_path)
+        open_megatron(tmp_path)
     change(rank, setting(use_rope_scaling=False))
-    scaling = read_megatron(tmp_path).spec.model.rope_scaling
+    scaling = open_megatron(tmp_path).spec.model.rope_scaling
     assert scaling == LinearRope(kind="linear", factor=4.0)
     change(rank, setting(rotary_seq_len_interpolation_factor=1))
-    assert read_megatron(tmp_path).spec.model.rope_scaling is None
+    assert open_megatron(tmp_path).spec.model.rope_scaling is None
 
 
 def test_a_fused_bias_gelu_is_read_as_approximate_with_a_remark(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, "bert")
     change(iteration / "mp_rank_00", setting(bias_gelu_fusion=True))
-    read = read_megatron(tmp_path)
+    read = open_megatron(tmp_path)
     assert read.spec.model.activation == "gelu_tanh"
     assert [remark for remark in read.remarks if "masked LM's head" in remark] == list(read.remarks)
 
@@ -284,14 +284,14 @@ def test_half_precision_is_read_in_float32(tmp_path: Path) -> None:
 
     change(iteration / "mp_rank_00", halve)
     name = "encoder.layers.3.self_attention.query_key_value.weight"
-    read = read_megatron(tmp_path).tensors[name]
+    read = open_megatron(tmp_path).tensors[name]
     assert read.dtype == torch.float32
     assert torch.equal(read, tensors[name] % 2048)
 
 
 def test_root_iteration_and_release_directories_are_read(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "root")
-    assert read_megatron(iteration).iteration == ITERATION
+    assert open_megatron(iteration).iteration == ITERATION
     release = tmp_path / "released"
     shutil.copytree(iteration, release / "release")
     (release / "latest_checkpointed_iteration.txt").write_text("release")
@@ -299,8 +299,8 @@ def test_root_iteration_and_release_directories_are_read(tmp_path: Path) -> None
     change(folder, lambda state: state.pop("iteration"))
     (folder / "model_optim_rng.pt").rename(folder / "model_rng.pt")
     assert_read(release, tensors)
-    assert read_megatron(release).iteration == 0
-    assert read_megatron(release).spec == megatron_spec("gpt")
+    assert open_megatron(release).iteration == 0
+    assert open_megatron(release).spec == megatron_spec("gpt")
 
 
 def test_a_copy_of_the_embedding_in_the_only_stage_must_be_equal(tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_a_copy_of_the_embedding_in_the_only_stage_must_be_equal(tmp_path: Path)
         CheckpointError,
         match=r"word_embeddings_for_head\.weight of tensor rank 0 differs .* by up to 2",
     ):
-        read_megatron(tmp_path)
+        open_megatron(tmp_path)
 
 
 def test_changing_a_read_tensor_does_not_change_later_reads(tmp_path: Path) -> None:
     _, tensors = written(tmp_path)
-    read = read_megatron(tmp_path).tensors
+    read = open_megatron(tmp_path).tensors
     name = "encoder.final_layernorm.bias"
     read[name].zero_()
     assert torch.equal(read[name], tensors[name])

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megacore.config.rope import LinearRope
-from megacore.convert.imported import import_model, open_from_nanotron
-from megacore.convert.nanotron import read_nanotron
+from megacore.convert.imported import import_model
+from megacore.convert.nanotron import open_nanotron
 from megacore.convert.source import load_weights
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._nanotron import nanotron_config, nanotron_parameters, write_nanotron
@@ -29,7 +29,7 @@ def test_llama_is_read(tmp_path: Path, size: int, groups: int, interleaved: bool
     if interleaved is None:  # as before September 2024
         del config["rope_interleaved"]
     write_nanotron(tmp_path, parameters, config, size)
-    foreign = open_from_nanotron(tmp_path)
+    foreign = open_nanotron(tmp_path)
     ours = load_weights(foreign.spec, foreign.tensors)
     tokens = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_half_precision_a_tied_head_and_qwen2_are_read(tmp_path: Path) -> None:
     config = nanotron_config(model, is_qwen2_config=True, tie_word_embeddings=True)
     del config["is_llama_config"]
     write_nanotron(tmp_path, parameters, config, 2)
-    foreign = open_from_nanotron(tmp_path)
+    foreign = open_nanotron(tmp_path)
     words = parameters["model.token_position_embeddings.pp_block.token_embedding.weight"][0]
     assert torch.equal(foreign.tensors["embedding.word_embeddings.weight"], words.float())
     assert not foreign.spec.model.untie_embeddings_and_output_weights
@@ -62,7 +62,7 @@ def test_divided_positions_are_read_where_nanotron_computes_them(tmp_path: Path)
     qwen2 = {"is_llama_config": False, "is_qwen2_config": True, "_use_qkv_packed": True}
     factor = {"rope_seq_len_interpolation_factor": 4.0}
     written(tmp_path / "qwen2", lambda parameters: None, **qwen2, **factor)
-    scaling = read_nanotron(tmp_path / "qwen2").spec.model.rope_scaling
+    scaling = open_nanotron(tmp_path / "qwen2").spec.model.rope_scaling
     assert scaling == LinearRope(kind="linear", factor=4.0)
     written(tmp_path / "llama", lambda parameters: None, **factor)
     assert "rope_seq_len_interpolation_factor 4.0" in refusal(tmp_path / "llama", ConversionError)
@@ -71,7 +71,7 @@ def test_divided_positions_are_read_where_nanotron_computes_them(tmp_path: Path)
 def refusal(root: Path, error: type[MegacoreError] = CheckpointError) -> str:
     """Return the sentence with which an import is refused; nothing may be left behind."""
     with pytest.raises(error) as caught:
-        import_model(open_from_nanotron(root), root, root / "imported")
+        import_model(open_nanotron(root), root, root / "imported")
     assert not (root / "imported").exists()
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from megacore.convert.imported import import_model, open_from_neox
+from megacore.convert.imported import import_model
+from megacore.convert.neox import open_neox
 from megacore.convert.source import load_weights
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._neox import (
@@ -25,7 +26,7 @@ from tests.convert._neox import (
 
 def check_logits(root: Path, model: Any) -> None:
     """Compare the logits of an imported checkpoint with those of transformers' model."""
-    foreign = open_from_neox(root)
+    foreign = open_neox(root)
     ours = load_weights(foreign.spec, foreign.tensors)
     tokens = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -67,7 +68,7 @@ def test_llama_is_read(tmp_path: Path, size: int, groups: int, legacy: bool) -> 
 def refusal(root: Path, error: type[MegacoreError] = CheckpointError) -> str:
     """Return the sentence with which an import is refused; nothing may be left behind."""
     with pytest.raises(error) as caught:
-        import_model(open_from_neox(root), root, root / "imported")
+        import_model(open_neox(root), root, root / "imported")
     assert not (root / "imported").exists()
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -153,7 +154,7 @@ def test_global_attention_has_a_window_in_a_pipeline(
     settings = {"attention_config": [[[kind], 3]], "sliding_window_width": 8}
     layers = neox_layers(neox_model(), 2, parallel=True)
     write_neox(tmp_path, layers, neox_settings(**settings), pipeline=bool(pipeline))
-    assert open_from_neox(tmp_path).spec.model.sliding_window == window
+    assert open_neox(tmp_path).spec.model.sliding_window == window
 
 
 def test_a_window_in_some_kernels_is_refused(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_window_in_some_kernels_is_refused(tmp_path: Path) -> None:
 
 def test_copies_that_drifted_apart_are_averaged_with_a_remark(tmp_path: Path) -> None:
     written(tmp_path, lambda layers: layers[6]["norm.weight"][1].add_(1e-3))
-    foreign = open_from_neox(tmp_path)
+    foreign = open_neox(tmp_path)
     assert "drifted apart, such as norm.weight of layer 6" in " ".join(foreign.remarks)
 
 

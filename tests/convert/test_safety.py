@@ -75,7 +75,7 @@ def array(path: Path, payload: Payload) -> None:
 
 def hf(directory: Path) -> Any:
     (directory / "config.json").write_text(json.dumps(HF_CONFIG))
-    return open_hf(directory)[2]["embedding.word.weight"]
+    return open_hf(directory).tensors["embedding.word.weight"]
 
 
 def hf_of_several(directory: Path) -> Any:
@@ -162,7 +162,7 @@ def test_weights_that_are_integers_are_refused_by_name(tmp_path: Path) -> None:
     weights["transformer.wpe.weight"] = torch.ones(16, 8).long()
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConversionError, match=r"wpe.weight is of torch.int64, where weights are"):
-        dict(open_hf(tmp_path)[2])
+        dict(open_hf(tmp_path).tensors)
 
 
 @pytest.mark.parametrize(

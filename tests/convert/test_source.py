@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import load
+from megacore.checkpoint.load import CheckpointReader
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
+from megacore.compare.models import Options, compare_models
+from megacore.convert.hf.write import write_model
+from megacore.convert.megatron.checkpoint import write_megatron
+from megacore.convert.megatron.core_write import write_core
 from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.errors import CheckpointError
 from megacore.models.build import build_bare
@@ -131,3 +136,44 @@ def test_a_model_with_alibi_computes_after_its_weights_were_assigned() -> None:
     tokens = torch.arange(8)[None]
     with torch.inference_mode():
         assert torch.equal(load_weights(spec, tensors)(tokens), built(tokens))
+
+
+@pytest.mark.parametrize("form", ["hf", "megatron", "torch_dist", "comparison"])
+def test_each_tensor_is_read_only_as_often_as_its_values_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A question whether a checkpoint has a name must not read the tensor."""
+    spec = tiny_spec("gpt2", num_layers=1)
+    tensors = dict(our_model(spec).named_parameters())
+    checkpoint = save_checkpoint(
+        tmp_path,
+        1,
+        {f"model.{name}": value.detach() for name, value in tensors.items()},
+        {"model": spec.model_dump(mode="json")},
+    )
+    read: list[str] = []
+    fill = CheckpointReader.fill
+
+    def counted(reader: CheckpointReader, targets: dict[str, Any]) -> None:
+        read.extend(targets)
+        fill(reader, targets)
+
+    monkeypatch.setattr(CheckpointReader, "fill", counted)
+    source = CheckpointTensors(checkpoint)
+    assert all(name in source for name in tensors)
+    assert "unknown" not in source
+    assert not read
+    match form:
+        case "hf":
+            write_model(tmp_path / "out", spec, source)
+        case "megatron":
+            write_megatron(spec, source, tmp_path / "out", iteration=1)
+        case "torch_dist":
+            write_core(spec, source, tmp_path / "out", iteration=1)
+        case "comparison":
+            for name in "ab":
+                (tmp_path / name).mkdir()
+                (tmp_path / name / checkpoint.name).symlink_to(checkpoint)
+            compare_models(tmp_path / "a", tmp_path / "b", Options(logits=False))
+    times = 1 if form != "comparison" else 2 * 3  # of both sides: shape, survey, comparison
+    assert len(read) == times * len(tensors)

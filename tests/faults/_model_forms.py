@@ -10,8 +10,8 @@ import torch
 
 from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.convert.export import export
-from megacore.convert.imported import open_from_hf
-from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.hf.directory import open_hf
+from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.jobs.run import ConvertJob
 from tests.convert._megatron import written
 from tests.convert._megatron_deepspeed import written_universal, written_zero1
@@ -30,7 +30,7 @@ def make_hf(directory: Path) -> Sequence[Path]:
 
 
 def read_hf(directory: Path) -> Any:
-    opened = open_from_hf(directory / "hf")
+    opened = open_hf(directory / "hf")
     return repr(opened.spec), digest_of(opened.tensors)
 
 
@@ -73,7 +73,7 @@ def make_megatron(directory: Path) -> Sequence[Path]:
 
 
 def read_from_megatron(directory: Path) -> Any:
-    opened = read_megatron(directory / "megatron")
+    opened = open_megatron(directory / "megatron")
     return repr(opened.spec), digest_of(opened.tensors), opened.iteration
 
 

@@ -51,22 +51,6 @@ class Pieces:
         return torch.cat([tensor, tensor.new_zeros(self.rows - len(tensor), *tensor.shape[1:])])
 
 
-class Assembled(Mapping[str, Tensor]):
-    """Mapping of tensors by name, each assembled on access."""
-
-    def __init__(self, held: Mapping[str, Pieces]) -> None:
-        self._held = held
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._held[name].whole()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
 @dataclass
 class Parts:
     """Tensors of one model rank, under DeepSpeed's names."""

@@ -8,8 +8,8 @@ Megatron-DeepSpeed, megatron/checkpointing.py.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from megacore.convert.deepspeed.parts import (
     FP32,
     KINDS,
     MOMENTS,
-    Assembled,
     Parts,
     Pieces,
     layer_parts,
@@ -33,10 +32,11 @@ from megacore.convert.deepspeed.parts import (
     undivided_parts,
     universal_parts,
 )
-from megacore.convert.key_map import NAMED_AT_ONCE, Shape
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape
 from megacore.convert.megatron.args import check_rows, family_of, remarks_on, spec_of
 from megacore.convert.megatron.files import VERSIONS, MergedTensors, args_in
 from megacore.convert.megatron.table import WORD_EMBEDDINGS, current_name, layer_numbers, slots
+from megacore.convert.source import Foreign, parameter_shapes
 from megacore.errors import CheckpointError, ConfigError, ConversionError
 from megacore.jobs.run import TrainJob
 from megacore.models.build import build_bare
@@ -81,7 +81,7 @@ Ranks = list[dict[str, dict[str, Pieces]]]
 """Tensors of each tensor-parallel rank, by kind and name."""
 
 
-class JoinedTensors(Mapping[str, Tensor]):
+class JoinedTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, joined from all ranks on access.
 
     Args:
@@ -100,23 +100,18 @@ class JoinedTensors(Mapping[str, Tensor]):
         mesh = ProcessMesh(tensor_parallel=ParallelGroup(size=len(ranks)))
         model = build_bare(spec, mesh)
         self._cuts = {name: part.dim for name, part in partitions(model).items()}
-        self._names = [name for name, _ in model.named_parameters()]
+        shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+        super().__init__(shapes, self._joined)
         for rank, tensors in enumerate(ranks):
-            _check_names(set(self._names), tensors, f"{where}, tensor rank {rank},")
-            for name, parameter in model.named_parameters():
-                self._check(name, tuple(parameter.shape), rank, where)
+            _check_names(set(shapes), tensors, f"{where}, tensor rank {rank},")
+            for name, shape in shapes.items():
+                self._check(name, shape, rank, where)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _joined(self, name: str) -> Tensor:
         cut = self._cuts.get(name)
         if cut is None:
             return self._ranks[0][name].to(torch.float32, copy=True)
         return torch.cat([rank[name] for rank in self._ranks], cut).to(torch.float32)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def _check(self, name: str, shape: Shape, rank: int, where: Path) -> None:
         tensor = self._ranks[rank][name]
@@ -143,29 +138,7 @@ def _check_names(expected: set[str], tensors: Mapping[str, Tensor], where: str) 
         )
 
 
-@dataclass(frozen=True)
-class DeepSpeedCheckpoint:
-    """Checkpoint of DeepSpeed, translated to a megacore model."""
-
-    kind: str
-    """Description of checkpoint and model."""
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
-    """Our parameters in fp32 by global name, each computed on access."""
-    moments: Mapping[str, Mapping[str, Tensor]]
-    """exp_avg and exp_avg_sq by kind and global name; empty unless the checkpoint has them for
-    every parameter."""
-    optimizer_steps: int | None
-    """Number of optimizer steps after which the moments were saved; None without moments."""
-    iteration: int
-    """Number of optimizer steps; 0 if unknown."""
-    files: tuple[Path, ...]
-    """Files of the checkpoint."""
-    remarks: tuple[str, ...] = ()
-    """Sentences about information that the files lack."""
-
-
-def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
+def open_deepspeed(directory: Path) -> Foreign:
     """Open a checkpoint; its tensors are read on access.
 
     Args:
@@ -186,7 +159,7 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
     style = style_of(names, where)
     saved_spec = find_model_spec(where) if style == "ours" else None
     current = (
-        our_names(names, parameter_names(saved_spec))
+        our_names(names, parameter_shapes(saved_spec))
         if saved_spec
         else megatron_names(names, where)
     )
@@ -214,7 +187,8 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
     else:
         spec, read = _megatron(first, ranks, kinds, where)
         remarks += remarks_on(args_in(first), spec.family)
-    return DeepSpeedCheckpoint(
+    return Foreign(
+        "deepspeed",
         kind=(
             f"{_form(saved)} of "
             f"{'a model of megacore' if style == 'ours' else 'Megatron-DeepSpeed'}, {spec.family}"
@@ -343,17 +317,19 @@ def _whole_moments(ranks: Ranks, steps: set[int], remarks: list[str]) -> tuple[s
     return ()
 
 
-def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[Assembled, ...]:
+def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[LazyTensors, ...]:
     """Return one kind of tensors of each rank, with unpadded embeddings padded to `rows`."""
-    return tuple(
-        Assembled(
-            {
-                name: pieces if pieces.rows is None else replace(pieces, rows=rows)
-                for name, pieces in rank[kind].items()
-            }
-        )
-        for rank in ranks
-    )
+    return tuple(_assembled(rank[kind], rows) for rank in ranks)
+
+
+def _assembled(held: Mapping[str, Pieces], rows: int) -> LazyTensors:
+    """Return a rank's tensors, each assembled on access."""
+
+    def whole(name: str) -> Tensor:
+        pieces = held[name]
+        return (pieces if pieces.rows is None else replace(pieces, rows=rows)).whole()
+
+    return LazyTensors(held, whole)
 
 
 def _megatron(
@@ -487,8 +463,3 @@ def find_model_spec(directory: Path) -> ModelSpec:
         f"run, or the {STATE_NAME} of a checkpoint of the same model, into it or into "
         f"{directory.absolute().parent}"
     )
-
-
-def parameter_names(spec: ModelSpec) -> list[str]:
-    """Return the global names of a model's parameters."""
-    return [name for name, _ in build_bare(spec, ProcessMesh.serial()).named_parameters()]

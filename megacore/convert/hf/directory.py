@@ -1,7 +1,7 @@
 """Lazy access to the weights of a transformers directory by the names of our tables."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME, HfConfig
 from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
 from megacore.convert.inert import not_dense
-from megacore.convert.key_map import KeyMap
+from megacore.convert.key_map import KeyMap, LazyTensors
+from megacore.convert.source import Foreign
 from megacore.errors import ConversionError, FileAccessError
 
 _PICKLED = "pytorch_model.bin"
@@ -24,12 +25,8 @@ _PICKLED_INDEX = "pytorch_model.bin.index.json"
 Reader = Callable[[], Tensor]
 
 
-def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tensor]]:
-    """Open a transformers directory.
-
-    Returns:
-        The class, the spec, and the fp32 weights under our names. Each weight is read on access.
-        The padding rows of the vocabulary are zero.
+def open_hf(directory: Path) -> Foreign:
+    """Open a transformers directory. The padding rows of the vocabulary are zero.
 
     Raises:
         ConversionError: if our models do not support the class or a value of its configuration, or
@@ -38,7 +35,9 @@ def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tenso
     hf_class, spec = spec_of_directory(directory)
     form = FORMS[hf_class.model_type]
     table = form.key_map(spec)
-    return hf_class, spec, _InFp32(table.ours(HfTensors(directory, form, table), str(directory)))
+    tensors = table.ours(HfTensors(directory, form, table), str(directory))
+    in_fp32 = LazyTensors(tensors, lambda name: tensors[name].float())
+    return Foreign("hf", hf_class.architecture, spec, in_fp32, weight_files(directory))
 
 
 def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
@@ -82,7 +81,7 @@ def tied_as_in_files(spec: ModelSpec, form: HfForm, names: Iterable[str]) -> Mod
     return spec.model_copy(update={"model": model.model_copy(update=tied)})
 
 
-class HfTensors(Mapping[str, Tensor]):
+class HfTensors(LazyTensors):
     """Mapping of a transformers directory's tensors in their stored types, by a table's names.
 
     Files may contain a tensor twice, under a second name (a tied head), with equal values.
@@ -110,6 +109,7 @@ class HfTensors(Mapping[str, Tensor]):
                 )
             self._readers[known], on_disk[known] = reader, name
         self._unify(form, table)
+        super().__init__(self._readers, self._read)
 
     def _unify(self, form: HfForm, table: KeyMap) -> None:
         """Keep only the table's name of each tensor that the files contain twice."""
@@ -127,7 +127,7 @@ class HfTensors(Mapping[str, Tensor]):
                         f"config.json says that they are one: {advice}repair the weights"
                     )
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         tensor = self._readers[name]()
         if not tensor.is_floating_point():
             raise ConversionError(
@@ -135,26 +135,6 @@ class HfTensors(Mapping[str, Tensor]):
                 "numbers: save the model without quantization"
             )
         return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-
-class _InFp32(Mapping[str, Tensor]):
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

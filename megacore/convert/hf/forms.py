@@ -75,6 +75,13 @@ _LLAMA = HfForm(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"\.rotary_emb\.inv_freq$",
 )
+
+
+def _llama_like(layer_entries: hf_llama.LayerEntries) -> HfForm:
+    """Return Llama's form with other layers."""
+    return replace(_LLAMA, key_map=partial(hf_llama.key_map, layer_entries=layer_entries))
+
+
 _BERT = HfForm(
     hf_bert.key_map,
     hf_bert.write_config,
@@ -99,13 +106,9 @@ FORMS: Mapping[str, HfForm] = {
         copies={"lm_head.weight": "transformer.wte.weight"},
         ignored=r"\.attn\.(bias|masked_bias)$",
     ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
     **{
-        model_type: replace(_LLAMA, key_map=partial(hf_llama.key_map, model_type=model_type))
-        for model_type in ("phi3", "gemma2", "olmo2", "starcoder2")
+        model_type: _LLAMA if of.layer_entries is None else _llama_like(of.layer_entries)
+        for model_type, of in hf_llama.CLASSES.items()
     },
     "gpt_neox": HfForm(
         neox.key_map,

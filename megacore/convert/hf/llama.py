@@ -11,7 +11,6 @@ config.json.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from megacore.config.model import MOST_LAYERS
@@ -36,6 +35,8 @@ from megacore.convert.key_map import (
 from megacore.errors import ConversionError
 
 Entries = Sequence[Entry | Fused]
+LayerEntries = Callable[[ModelSpec, str, str], Entries]
+"""Function that returns the entries of a layer with these names, ours and theirs."""
 
 _SANDWICH_NORMS = {
     "input_layernorm": "input_layernorm",
@@ -48,45 +49,25 @@ before the MLP, as in Megatron-LM; transformers' is after attention."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def key_map(spec: ModelSpec, model_type: str = "llama") -> KeyMap:
-    """Build the table of the weights of a class."""
-    layer_entries = _LAYERS.get(model_type, _llama)
+def key_map(spec: ModelSpec, layer_entries: LayerEntries | None = None) -> KeyMap:
+    """Build the table of the weights of a class, whose layers are Llama's unless it says others."""
+    of_layer = layer_entries or _llama
     entries: list[Entry | Fused] = [embedding(spec, "model.embed_tokens.weight")]
     for layer in range(spec.model.num_layers):
-        entries += layer_entries(spec, f"encoder.layers.{layer}", f"model.layers.{layer}")
+        entries += of_layer(spec, f"encoder.layers.{layer}", f"model.layers.{layer}")
     entries += norm(spec, "encoder.final_layernorm", "model.norm")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
 
-def _llama(spec: ModelSpec, ours: str, theirs: str, *, fused: bool = False) -> Entries:
-    """Return the entries of a layer; `fused` is Phi-3's one projection of each input."""
+def _llama(spec: ModelSpec, ours: str, theirs: str) -> Entries:
     model = spec.model
-    hidden, inner = model.hidden_size, model.ffn_size
     attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
-    if fused:
-        shape, gates = (hidden, model.attention_size), ("dense_h_to_4h_gate", "dense_h_to_4h")
-        projections: Entries = [
-            *fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj"),
-            *linear(f"{attention}.dense", f"{their_attention}.o_proj", shape, bias=False),
-        ]
-        mlp_entries: Entries = [
-            *fused_rows(
-                tuple(f"{mlp}.{name}" for name in gates),
-                f"{their_mlp}.gate_up_proj",
-                (inner, hidden),
-            ),
-            *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
-        ]
-    else:
-        projections = self_attention(spec, attention, their_attention)
-        mlp_entries = gated_mlp(spec, mlp, their_mlp)
-    entries: list[Entry | Fused] = [
+    entries = [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
-        *projections,
+        *self_attention(spec, attention, their_attention),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *mlp_entries,
+        *gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp"),
     ]
     if model.qk_layernorm:
         for part in "qk":
@@ -97,6 +78,25 @@ def _llama(spec: ModelSpec, ours: str, theirs: str, *, fused: bool = False) -> E
                 model.head_dim,
             )
     return entries
+
+
+def _phi3(spec: ModelSpec, ours: str, theirs: str) -> Entries:
+    """Return the entries of a layer with one projection of each input."""
+    model = spec.model
+    hidden, inner = model.hidden_size, model.ffn_size
+    attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
+    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
+    shape, gates = (hidden, model.attention_size), ("dense_h_to_4h_gate", "dense_h_to_4h")
+    return [
+        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
+        *fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj"),
+        *linear(f"{attention}.dense", f"{their_attention}.o_proj", shape, bias=False),
+        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
+        *fused_rows(
+            tuple(f"{mlp}.{name}" for name in gates), f"{their_mlp}.gate_up_proj", (inner, hidden)
+        ),
+        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
+    ]
 
 
 def _gemma2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
@@ -135,15 +135,6 @@ def _starcoder2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
     ]
 
 
-_LAYERS: Mapping[str, Callable[[ModelSpec, str, str], Entries]] = {
-    "phi3": partial(_llama, fused=True),
-    "gemma2": _gemma2,
-    "olmo2": _olmo2,
-    "starcoder2": _starcoder2,
-}
-"""Functions that return the entries of a layer by `model_type`, where they are not Llama's."""
-
-
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
     """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     pairs = [("embedding", "model.embed_tokens")]
@@ -178,8 +169,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     The values of rotary positions are those of both transformers 4 and 5.
     """
     model, special = spec.model, spec.special_tokens
-    model_type = counterpart(spec.family, model).model_type
-    of = _CLASSES[model_type]
+    hf_class = counterpart(spec.family, model)
+    of = CLASSES[hf_class.model_type]
     values = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -197,125 +188,9 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }
-    window = model.sliding_window
-    windows = {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": model.num_layers if window is None else 0,
-    }
-    if model_type not in ("phi3", "olmo2", "starcoder2"):
+    if hf_class.any_head_size:
         values["head_dim"] = model.head_dim
-    match model_type:
-        case "llama":
-            bias = model.add_bias_linear
-            return values | {"attention_bias": bias, "mlp_bias": bias}
-        case "mistral":
-            return values | {"sliding_window": window}
-        case "phi3":
-            return values | _phi3(spec)
-        case "qwen2":
-            return values | windows
-        case "qwen3":
-            return values | {"attention_bias": False} | windows
-        case "olmo2":
-            return values | {"attention_bias": False}
-        case "starcoder2":
-            dropout = model.hidden_dropout
-            return values | {
-                "use_bias": model.add_bias_linear,
-                "sliding_window": window,
-                "residual_dropout": dropout,
-                "embedding_dropout": dropout,
-            }
-        case _:
-            kinds = (_SLIDING if model.has_window(n) else _FULL for n in range(model.num_layers))
-            return values | {
-                "attention_bias": False,
-                "query_pre_attn_scalar": model.attention_scalar,
-                "attn_logit_softcapping": model.attn_logit_softcapping,
-                "final_logit_softcapping": model.final_logit_softcapping,
-                # Gemma2Config wants a window even if no layer has it.
-                "sliding_window": window or spec.max_position_embeddings,
-                "layer_types": list(kinds),
-            }
-
-
-def _phi3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the values of config.json that only Phi-3 has."""
-    model = spec.model
-    original = (
-        model.rope_scaling.original_max_position_embeddings
-        if isinstance(model.rope_scaling, LongRope)
-        else spec.max_position_embeddings
-    )
-    return {
-        ORIGINAL: original,
-        "partial_rotary_factor": model.rotary_percent,
-        "sliding_window": model.sliding_window,
-        "resid_pdrop": 0.0,
-    }
-
-
-@dataclass(frozen=True)
-class _Class:
-    """Names and defaults of keys in a class's config.json, where classes differ."""
-
-    positions: int
-    """Default of `max_position_embeddings`."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that occur in published files, with the only value that models here have."""
-    groups: int | None = None
-    """Default of `num_key_value_heads`; None stands for the number of heads."""
-    activation_key: str = "hidden_act"
-    activation: str = "silu"
-    gated: bool = True
-    epsilon_key: str = "rms_norm_eps"
-    epsilon: float = 1e-6
-    init_std: float = 0.02
-    """Default of `initializer_range`."""
-    tied: bool = False
-    """Default of `tie_word_embeddings`."""
-
-
-_CLASSES: Mapping[str, _Class] = {
-    "llama": _Class(2048, {"pretraining_tp": 1, "rope_interleaved": False}),
-    "mistral": _Class(131072, groups=8),
-    "qwen2": _Class(32768, {"use_mrope": False}, groups=32),
-    "qwen3": _Class(32768, {"attention_bias": False}, groups=32),
-    "phi3": _Class(
-        4096,
-        {
-            "resid_pdrop": 0.0,  # ours would drop the embedding too
-            "attention_bias": False,
-            "mlp_bias": False,
-            "lm_head_bias": False,
-            "full_attn_mod": 1,
-            "interpolate_factor": 1,
-        },
-        epsilon=1e-5,
-    ),
-    "gemma2": _Class(
-        8192,
-        {"attention_bias": False, "use_bidirectional_attention": False},
-        groups=4,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        tied=True,
-    ),
-    "olmo2": _Class(2048, {"attention_bias": False}, epsilon=1e-5),
-    "starcoder2": _Class(
-        4096,
-        {"mlp_type": "default", "norm_type": "layer_norm"},
-        groups=2,
-        activation="gelu_pytorch_tanh",
-        gated=False,
-        epsilon_key="norm_epsilon",
-        epsilon=1e-5,
-        init_std=0.018042,
-        tied=True,
-    ),
-}
-"""Classes by `model_type`."""
+    return values | of.write(spec)
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
@@ -324,8 +199,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     Raises:
         ConversionError: if our models do not support a value.
     """
-    model_type = config.get("model_type", str)
-    of = _CLASSES[model_type]
+    of = CLASSES[config.get("model_type", str)]
     for key, value in of.fixed.items():
         config.refuse_unless(key, value)
     heads = config.get("num_attention_heads", int)
@@ -334,8 +208,8 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "num_layers": config.get("num_hidden_layers", int),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": _groups(config, model_type, heads),
-        "kv_channels": _head_dim(config, model_type, hidden // max(heads, 1)),
+        "num_query_groups": _groups(config, of, heads),
+        "kv_channels": _head_dim(config, of, hidden // max(heads, 1)),
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation(of.activation_key, of.activation, gated=of.gated),
         "normalization": "rmsnorm",
@@ -346,58 +220,14 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "attention_dropout": config.get("attention_dropout", float, 0.0),
         "init_method_std": config.get("initializer_range", float, of.init_std),
         "layernorm_epsilon": config.get(of.epsilon_key, float, of.epsilon),
-        **_own_values(config, model_type),
+        **of.read(config),
     }
 
 
-def _own_values(config: HfConfig, model_type: str) -> dict[str, Any]:
-    """Return the values of `ModelConfig` that only some classes have."""
-    match model_type:
-        case "llama":
-            bias = config.get("attention_bias", bool, False)
-            config.refuse_unless("mlp_bias", bias)
-            return {"add_bias_linear": bias}
-        case "olmo2":
-            return {
-                "norm_position": "reordered",
-                "qk_layernorm": True,
-                "qk_layernorm_scope": "projection",
-            }
-        case "starcoder2":
-            dropout = config.get("residual_dropout", float, 0.0)
-            config.refuse_unless("embedding_dropout", dropout)
-            return {
-                "normalization": "layernorm",
-                "sliding_window": config.optional("sliding_window", int),
-                "add_bias_linear": config.get("use_bias", bool, True),
-                "hidden_dropout": dropout,
-            }
-        case "gemma2":
-            layers = config.get("num_hidden_layers", int)
-            # more are refused later
-            window, skip = _gemma2_windows(config, min(layers, MOST_LAYERS))
-            return {
-                "apply_layernorm_1p": True,
-                "norm_position": "sandwich",
-                "sliding_window": window,
-                "window_attn_skip_freq": skip,
-                "query_pre_attn_scalar": config.get("query_pre_attn_scalar", int, 256),
-                "attn_logit_softcapping": _cap(config, "attn_logit_softcapping", 50.0),
-                "final_logit_softcapping": _cap(config, "final_logit_softcapping", 30.0),
-                "scale_embeddings": True,
-            }
-        case _:
-            return {
-                "sliding_window": _window(config, model_type),
-                "qk_layernorm": model_type == "qwen3",
-                "add_qkv_bias": model_type == "qwen2",
-            }
-
-
-def _groups(config: HfConfig, model_type: str, heads: int) -> int:
+def _groups(config: HfConfig, of: "_Class", heads: int) -> int:
     """Return the number of key-value heads; in most classes, null means one for each query head."""
-    key, default = "num_key_value_heads", _CLASSES[model_type].groups
-    if model_type in ("gemma2", "starcoder2"):
+    key, default = "num_key_value_heads", of.groups
+    if not of.nullable:
         return config.get(key, int, default)
     groups = config.optional(key, int)
     if groups is None:
@@ -405,33 +235,71 @@ def _groups(config: HfConfig, model_type: str, heads: int) -> int:
     return groups
 
 
-def _head_dim(config: HfConfig, model_type: str, derived: int) -> int:
+def _head_dim(config: HfConfig, of: "_Class", derived: int) -> int:
     """Return the size of a head, which some classes only derive from the widths."""
-    match model_type:
-        case "olmo2" | "starcoder2":
-            config.refuse_unless("head_dim", derived)
-            return derived
-        case "gemma2":
-            return config.get("head_dim", int, 256)
-    head_dim = config.optional("head_dim", int)
-    if head_dim is None:
-        return 128 if model_type == "qwen3" else derived
-    return head_dim
+    key = "head_dim"
+    if of.derives_head_dim:
+        config.refuse_unless(key, derived)
+        return derived
+    if not of.nullable:
+        return config.get(key, int, of.head_dim)
+    head_dim = config.optional(key, int)
+    return (of.head_dim or derived) if head_dim is None else head_dim
 
 
-def _window(config: HfConfig, model_type: str) -> int | None:
+def _write_llama(spec: ModelSpec) -> dict[str, Any]:
+    bias = spec.model.add_bias_linear
+    return {"attention_bias": bias, "mlp_bias": bias}
+
+
+def _read_llama(config: HfConfig) -> dict[str, Any]:
+    bias = config.get("attention_bias", bool, False)
+    config.refuse_unless("mlp_bias", bias)
+    return {"add_bias_linear": bias}
+
+
+def _write_mistral(spec: ModelSpec) -> dict[str, Any]:
+    return {"sliding_window": spec.model.sliding_window}
+
+
+def _read_mistral(config: HfConfig) -> dict[str, Any]:
+    return {"sliding_window": _window(config)}
+
+
+def _window(config: HfConfig) -> int | None:
+    """Return the sliding window: null is none, a missing one the classes' default."""
+    window = config.optional("sliding_window", int)
+    return window if "sliding_window" in config.values else 4096
+
+
+def _write_qwen2(spec: ModelSpec) -> dict[str, Any]:
+    window = spec.model.sliding_window
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": spec.model.num_layers if window is None else 0,
+    }
+
+
+def _write_qwen3(spec: ModelSpec) -> dict[str, Any]:
+    return {"attention_bias": False} | _write_qwen2(spec)
+
+
+def _read_qwen2(config: HfConfig) -> dict[str, Any]:
+    return {"sliding_window": _qwen_window(config), "add_qkv_bias": True}
+
+
+def _read_qwen3(config: HfConfig) -> dict[str, Any]:
+    return {"sliding_window": _qwen_window(config), "qk_layernorm": True}
+
+
+def _qwen_window(config: HfConfig) -> int | None:
     """Return the sliding window that all layers have, or None if no layer has one.
 
     Qwen2 and Qwen3 have it from layer `max_window_layers` on, or in the layers that `layer_types`
     names.
     """
-    window = config.optional("sliding_window", int)
-    if model_type == "phi3":
-        return window
-    if window is None and "sliding_window" not in config.values:
-        window = 4096
-    if model_type == "mistral":
-        return window
+    window = _window(config)
     first = config.get("max_window_layers", int, 28)
     types = config.optional("layer_types", list)
     if not config.get("use_sliding_window", bool, False):
@@ -448,6 +316,55 @@ def _window(config: HfConfig, model_type: str) -> int | None:
     return window if first <= 0 else None
 
 
+def _write_phi3(spec: ModelSpec) -> dict[str, Any]:
+    model = spec.model
+    original = (
+        model.rope_scaling.original_max_position_embeddings
+        if isinstance(model.rope_scaling, LongRope)
+        else spec.max_position_embeddings
+    )
+    return {
+        ORIGINAL: original,
+        "partial_rotary_factor": model.rotary_percent,
+        "sliding_window": model.sliding_window,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _read_phi3(config: HfConfig) -> dict[str, Any]:
+    return {"sliding_window": config.optional("sliding_window", int)}
+
+
+def _write_gemma2(spec: ModelSpec) -> dict[str, Any]:
+    model = spec.model
+    kinds = (_SLIDING if model.has_window(n) else _FULL for n in range(model.num_layers))
+    return {
+        "attention_bias": False,
+        "query_pre_attn_scalar": model.attention_scalar,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        # Gemma2Config wants a window even if no layer has it.
+        "sliding_window": model.sliding_window or spec.max_position_embeddings,
+        "layer_types": list(kinds),
+    }
+
+
+def _read_gemma2(config: HfConfig) -> dict[str, Any]:
+    layers = config.get("num_hidden_layers", int)
+    # more are refused later
+    window, skip = _gemma2_windows(config, min(layers, MOST_LAYERS))
+    return {
+        "apply_layernorm_1p": True,
+        "norm_position": "sandwich",
+        "sliding_window": window,
+        "window_attn_skip_freq": skip,
+        "query_pre_attn_scalar": config.get("query_pre_attn_scalar", int, 256),
+        "attn_logit_softcapping": _cap(config, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(config, "final_logit_softcapping", 30.0),
+        "scale_embeddings": True,
+    }
+
+
 def _cap(config: HfConfig, key: str, default: float) -> float | None:
     """Return a soft cap: null is none, a missing one the class's default."""
     return config.optional(key, float) if key in config.values else default
@@ -459,7 +376,7 @@ def _gemma2_windows(config: HfConfig, layers: int) -> tuple[int | None, int | No
     Raises:
         ConversionError: if the layers with a window form no pattern that our models support.
     """
-    window = config.optional("sliding_window", int) if "sliding_window" in config.values else 4096
+    window = _window(config)
     kinds = config.optional("layer_types", list)
     if kinds is None:
         kinds = [_FULL if (layer + 1) % 2 == 0 else _SLIDING for layer in range(layers)]
@@ -478,3 +395,131 @@ def _gemma2_windows(config: HfConfig, layers: int) -> tuple[int | None, int | No
             f"layers in which every n-th one is {_FULL!r} and the others {_SLIDING!r} can be read"
         )
     return window, skip
+
+
+def _write_olmo2(spec: ModelSpec) -> dict[str, Any]:
+    return {"attention_bias": False}
+
+
+def _read_olmo2(config: HfConfig) -> dict[str, Any]:
+    return {"norm_position": "reordered", "qk_layernorm": True, "qk_layernorm_scope": "projection"}
+
+
+def _write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
+    model = spec.model
+    return {
+        "use_bias": model.add_bias_linear,
+        "sliding_window": model.sliding_window,
+        "residual_dropout": model.hidden_dropout,
+        "embedding_dropout": model.hidden_dropout,
+    }
+
+
+def _read_starcoder2(config: HfConfig) -> dict[str, Any]:
+    dropout = config.get("residual_dropout", float, 0.0)
+    config.refuse_unless("embedding_dropout", dropout)
+    return {
+        "normalization": "layernorm",
+        "sliding_window": config.optional("sliding_window", int),
+        "add_bias_linear": config.get("use_bias", bool, True),
+        "hidden_dropout": dropout,
+    }
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Layers of a class, and names, defaults and further keys of its config.json."""
+
+    write: Callable[[ModelSpec], dict[str, Any]]
+    """Function that returns the values of config.json that only some classes have."""
+    read: Callable[[HfConfig], dict[str, Any]]
+    """Function that translates these to values of `ModelConfig`."""
+    positions: int
+    """Default of `max_position_embeddings`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that occur in published files, with the only value that models here have."""
+    layer_entries: LayerEntries | None = None
+    """Entries of a layer; None stands for Llama's."""
+    groups: int | None = None
+    """Default of `num_key_value_heads`; None stands for the number of heads."""
+    head_dim: int | None = None
+    """Default of `head_dim`; None stands for the width of a head."""
+    derives_head_dim: bool = False
+    """True if the class has no `head_dim`."""
+    nullable: bool = True
+    """True if `num_key_value_heads` and `head_dim` may be null."""
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    gated: bool = True
+    epsilon_key: str = "rms_norm_eps"
+    epsilon: float = 1e-6
+    init_std: float = 0.02
+    """Default of `initializer_range`."""
+    tied: bool = False
+    """Default of `tie_word_embeddings`."""
+
+
+CLASSES: Mapping[str, _Class] = {
+    "llama": _Class(
+        _write_llama, _read_llama, 2048, {"pretraining_tp": 1, "rope_interleaved": False}
+    ),
+    "mistral": _Class(_write_mistral, _read_mistral, 131072, groups=8),
+    "qwen2": _Class(_write_qwen2, _read_qwen2, 32768, {"use_mrope": False}, groups=32),
+    "qwen3": _Class(
+        _write_qwen3, _read_qwen3, 32768, {"attention_bias": False}, groups=32, head_dim=128
+    ),
+    "phi3": _Class(
+        _write_phi3,
+        _read_phi3,
+        4096,
+        {
+            "resid_pdrop": 0.0,  # ours would drop the embedding too
+            "attention_bias": False,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+        },
+        _phi3,
+        epsilon=1e-5,
+    ),
+    "gemma2": _Class(
+        _write_gemma2,
+        _read_gemma2,
+        8192,
+        {"attention_bias": False, "use_bidirectional_attention": False},
+        _gemma2,
+        groups=4,
+        head_dim=256,
+        nullable=False,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+    ),
+    "olmo2": _Class(
+        _write_olmo2,
+        _read_olmo2,
+        2048,
+        {"attention_bias": False},
+        _olmo2,
+        derives_head_dim=True,
+        epsilon=1e-5,
+    ),
+    "starcoder2": _Class(
+        _write_starcoder2,
+        _read_starcoder2,
+        4096,
+        {"mlp_type": "default", "norm_type": "layer_norm"},
+        _starcoder2,
+        groups=2,
+        derives_head_dim=True,
+        nullable=False,
+        activation="gelu_pytorch_tanh",
+        gated=False,
+        epsilon_key="norm_epsilon",
+        epsilon=1e-5,
+        init_std=0.018042,
+        tied=True,
+    ),
+}
+"""Classes by `model_type`. A further one is a row here, and one in `counterparts.COUNTERPARTS`."""

@@ -4,7 +4,7 @@ The public converters can read the written args. Args of any version can be read
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "parallel_residual": lambda model: model.parallel_residual,
     "position_embedding_type": lambda model: model.position_embedding_type not in POSITIONS,
     "activation": lambda model: model.activation not in _MADE_AS,
-    "rotary_percent": lambda model: (
-        model.position_embedding_type == "rope"
-        and int(model.head_dim * model.rotary_percent) != model.rotary_dim
-    ),
+    "rotary_percent": lambda model: rotates_otherwise(model),
     "rope_scaling": lambda model: _rope_args(model.rope_scaling) is None,
     "sliding_window": lambda model: model.sliding_window is not None,
     "qk_layernorm": lambda model: model.qk_layernorm,
@@ -89,6 +86,12 @@ _SAME_NAMED = (
     "rotary_percent",
 )
 """Optional arguments with the same names as our fields."""
+
+
+def rotates_otherwise(model: ModelConfig) -> bool:
+    """Return True if Megatron-LM rotates another part of each head than our model does."""
+    rope = model.position_embedding_type == "rope"
+    return rope and int(model.head_dim * model.rotary_percent) != model.rotary_dim
 
 
 def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> None:
@@ -237,6 +240,11 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def usual_divisor(rows: int) -> int:
+    """Return the make_vocab_size_divisible_by of a vocabulary whose padding is unknown."""
+    return 128 if padded(rows, 128) == rows else rows & -rows
+
+
 def tensor_size(args: Mapping[str, Any]) -> Any:
     """Return the tensor parallel size (model_parallel_size before version 3.0), or None."""
     return args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
@@ -342,6 +350,32 @@ def check_rows(spec: ModelSpec, version: float, where: Path) -> None:
         )
 
 
+def refuse_used(
+    settings: Mapping[str, Any],
+    off: Mapping[str, tuple[Any, ...]],
+    where: Path,
+    others: Sequence[str] = (),
+) -> None:
+    """Raise ConversionError for settings that no model of megacore has.
+
+    Args:
+        settings: values by name.
+        off: for each such setting, the values with which it is off besides null and false ones.
+        where: checkpoint that errors name.
+        others: further settings that are used, with their values.
+    """
+    used = [
+        f"{name} {settings[name]!r}"
+        for name, values in off.items()
+        if settings.get(name) and settings[name] not in values
+    ]
+    if used or others:
+        raise ConversionError(
+            f"{where} was trained with {', '.join([*used, *others])}, which no model of megacore "
+            "has"
+        )
+
+
 def _check_args(args: Mapping[str, Any], where: Path) -> None:
     missing = [name for name in _NEEDED if args.get(name) is None]
     if missing:
@@ -354,15 +388,7 @@ def _check_args(args: Mapping[str, Any], where: Path) -> None:
             f"{where} was trained with both use_rope_scaling and "
             "rotary_seq_len_interpolation_factor, of which models of megacore have only one"
         )
-    others = [
-        f"{name} {args[name]!r}"
-        for name, off in _OFF.items()
-        if args.get(name) and args[name] not in off
-    ]
-    if others:
-        raise ConversionError(
-            f"{where} was trained with {', '.join(others)}, which no model of megacore has"
-        )
+    refuse_used(args, _OFF, where)
     if _OTHER_ROWS in args:
         raise ConversionError(
             f"{where} was written by a Megatron-DeepSpeed that has the argument {_OTHER_ROWS}, "
@@ -492,10 +518,7 @@ def _check_held(spec: ModelSpec, size: int, rows: int, layers: int, where: Path)
             f"{where} has a table of {rows} tokens where its args say padded_vocab_size {size} and "
             f"orig_vocab_size {spec.vocab_size}: use another checkpoint"
         )
-    if (
-        model.position_embedding_type == "rope"
-        and int(model.head_dim * model.rotary_percent) != model.rotary_dim
-    ):
+    if rotates_otherwise(model):
         raise ConversionError(
             f"{where} was trained with rotary_percent {model.rotary_percent} of heads of "
             f"{model.head_dim}, an odd number of elements, where megacore's would rotate "

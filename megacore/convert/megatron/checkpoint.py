@@ -12,7 +12,6 @@ al. 2021).
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,13 @@ from megacore.convert.megatron.args import (
     remarks_on,
     spec_of,
 )
+from megacore.convert.megatron.core import open_core
 from megacore.convert.megatron.files import (
+    CHECKPOINT_VERSION,
     FILE_NAME,
     MergedTensors,
     checkpoint_directory,
+    is_distributed,
     layers_held,
     rank_files,
     read_rank_file,
@@ -43,22 +45,8 @@ from megacore.convert.megatron.files import (
     write_rank_file,
 )
 from megacore.convert.megatron.table import Slot, nested, slots, stage_slots
+from megacore.convert.source import Foreign
 from megacore.errors import ConversionError
-
-CHECKPOINT_VERSION = 3.0
-
-
-@dataclass(frozen=True)
-class MegatronCheckpoint:
-    """Checkpoint of Megatron-LM, translated to a megacore model."""
-
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
-    """Our parameters in fp32 by global name, each computed on access."""
-    iteration: int
-    """Number of optimizer steps; 0 if unknown."""
-    remarks: tuple[str, ...] = ()
-    """Sentences for the user about information that the files lack."""
 
 
 def write_megatron(
@@ -111,8 +99,8 @@ def write_megatron(
     write_tracker(output, iteration)
 
 
-def read_megatron(directory: Path) -> MegatronCheckpoint:
-    """Open a checkpoint: the root with its tracker file, or the directory with `mp_rank_*`.
+def open_megatron(directory: Path) -> Foreign:
+    """Open a checkpoint of either form: the root with its tracker file, or one `iter_*`.
 
     Nothing in the files is executed. Tensors are read on access, except in the format of torch
     before 1.6.
@@ -120,10 +108,13 @@ def read_megatron(directory: Path) -> MegatronCheckpoint:
     Raises:
         CheckpointError: if a file is missing or damaged, asks for more than data, or disagrees
             with another file.
-        ConversionError: if our models do not support it, or it is in Megatron core's format.
+        ConversionError: if our models do not support it, or it is in another form.
     """
     iteration_directory, iteration = checkpoint_directory(directory)
-    files = {rank: read_rank_file(path) for rank, path in rank_files(iteration_directory).items()}
+    if is_distributed(iteration_directory):
+        return open_core(iteration_directory, iteration)
+    paths = rank_files(iteration_directory)
+    files = {rank: read_rank_file(path) for rank, path in paths.items()}
     stages = stages_of(files, iteration_directory)
     first = files[0, 0]
     family = family_of({name for stage in stages for name in stage[0]}, iteration_directory)
@@ -139,7 +130,15 @@ def read_megatron(directory: Path) -> MegatronCheckpoint:
         stages, slots(spec), first.version, spec.model.head_dim, iteration_directory
     )
     saved = iteration if first.iteration is None else first.iteration
-    return MegatronCheckpoint(spec, tensors, saved or 0, remarks_on(first.args, family))
+    return Foreign(
+        "megatron",
+        f"Megatron-LM {family}",
+        spec,
+        tensors,
+        tuple(paths.values()),
+        saved or 0,
+        remarks_on(first.args, family),
+    )
 
 
 def _check_names(tensors: Mapping[str, Tensor], table: Iterable[Slot]) -> None:

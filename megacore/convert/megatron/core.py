@@ -30,10 +30,9 @@ from megacore.checkpoint.shard import Rectangle, TensorShard, overlap
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
-from megacore.convert.key_map import NAMED_AT_ONCE, Shape, listed
-from megacore.convert.megatron.args import remarks_on, spec_of, tensor_size
-from megacore.convert.megatron.checkpoint import MegatronCheckpoint
-from megacore.convert.megatron.files import args_in
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, listed
+from megacore.convert.megatron.args import refuse_used, remarks_on, spec_of, tensor_size
+from megacore.convert.megatron.files import CONFIG_NAME, args_in
 from megacore.convert.megatron.table import (
     GATED,
     HALVES,
@@ -43,9 +42,10 @@ from megacore.convert.megatron.table import (
     core_name,
     core_slots,
 )
+from megacore.convert.source import HALF_PRECISION, Foreign
 from megacore.errors import CheckpointError, ConversionError
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+OFF: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "apply_layernorm_1p": (),
     "attention_output_gate": (),
@@ -90,15 +90,7 @@ def core_spec(
         ConversionError: if our models do not support an argument.
         CheckpointError: if an argument is missing, invalid or contradicts the tensors.
     """
-    used = [
-        f"{name} {args[name]!r}"
-        for name, neutral in NEUTRAL.items()
-        if args.get(name) and args[name] not in neutral
-    ]
-    if used:
-        raise ConversionError(
-            f"{where} was trained with {', '.join(used)}, which no model of megacore has"
-        )
+    refuse_used(args, OFF, where)
     options: dict[str, Any] = {"qk_layernorm": bool(args.get("qk_layernorm"))}
     options |= _window(args, where)
     # Megatron core ignores openai_gelu.
@@ -154,23 +146,17 @@ def core_remarks(args: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 """Name of the object with iteration and arguments, in versions without `common.pt`."""
-_BACKEND = "torch_dist"
+BACKEND = "torch_dist"
 _MOST_COMMON = 256 << 20
 """Largest object with iteration and arguments, in bytes."""
 _FAMILIES: dict[str, Family] = {"decoder.": "gpt", "encoder.": "bert"}
 """Family by the beginning of the layers' names."""
 
 
-def is_distributed(directory: Path) -> bool:
-    """Return True for an `iter_*` directory of torch.distributed.checkpoint."""
-    return any((directory / name).exists() for name in (CONFIG_NAME, METADATA_NAME))
-
-
-def read_core(directory: Path, iteration: int | None) -> MegatronCheckpoint:
+def open_core(directory: Path, iteration: int | None) -> Foreign:
     """Open the checkpoint in `directory`, an `iter_*` directory; its tensors are read on access.
 
     `iteration` is used if the files do not say theirs.
@@ -193,19 +179,19 @@ def read_core(directory: Path, iteration: int | None) -> MegatronCheckpoint:
     saved = common.get("iteration")
     remarks = [*remarks_on(args, family), *core_remarks(args)]
     if any(reader.tensors[name].properties.dtype != torch.float32 for name in names):
-        remarks.append(
-            "the weights are in half precision: main weights in fp32 belong to the optimizer's "
-            "state, which is not taken"
-        )
+        remarks.append(HALF_PRECISION)
     iterations = saved if type(saved) is int and saved >= 0 else iteration
-    return MegatronCheckpoint(spec, tensors, iterations or 0, tuple(remarks))
-
-
-def core_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files of a checkpoint."""
-    names = (CONFIG_NAME, METADATA_NAME, COMMON_NAME)
-    files = [directory / name for name in names if (directory / name).is_file()]
-    return (*files, *sorted(directory.glob("*.distcp")))
+    described = [directory / name for name in (CONFIG_NAME, METADATA_NAME, COMMON_NAME)]
+    files = (*filter(Path.is_file, described), *sorted(directory.glob("*.distcp")))
+    return Foreign(
+        "megatron",
+        f"Megatron core {family}",
+        spec,
+        tensors,
+        files,
+        iterations or 0,
+        tuple(remarks),
+    )
 
 
 def _check_form(directory: Path) -> None:
@@ -219,7 +205,7 @@ def _check_form(directory: Path) -> None:
         raise ConversionError(
             f"{directory} has {METADATA_NAME} but no {CONFIG_NAME}, so it is of Megatron's form "
             "torch_dcp or fsdp_dtensor, of which neither is read: save it with --ckpt-format "
-            f"{_BACKEND}"
+            f"{BACKEND}"
         )
     try:
         backend = read_json(config).get("sharded_backend")
@@ -227,10 +213,10 @@ def _check_form(directory: Path) -> None:
         raise CheckpointError(
             f"{config} cannot be read ({reason_of(error)}): use another checkpoint"
         ) from error
-    if backend != _BACKEND:
+    if backend != BACKEND:
         raise ConversionError(
             f"{directory} is in the form {backend!r}, and of Megatron core's forms only "
-            f"{_BACKEND} is read: save it with --ckpt-format {_BACKEND}"
+            f"{BACKEND} is read: save it with --ckpt-format {BACKEND}"
         )
     if not (directory / METADATA_NAME).is_file():
         raise CheckpointError(
@@ -325,7 +311,7 @@ class _Place:
     """Number of parts of the tensor that each have both halves of a gated layer."""
 
 
-class CoreTensors(Mapping[str, Tensor]):
+class CoreTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, each read on access.
 
     Args:
@@ -349,6 +335,7 @@ class CoreTensors(Mapping[str, Tensor]):
             place = _place(reader, slot, spec, tensor, where)
             used |= set(place.names)
             self._slots |= dict.fromkeys(slot.ours, (slot, place))
+        super().__init__(self._slots, self._whole)
         unknown = sorted(known - used)
         if unknown:
             raise CheckpointError(
@@ -356,15 +343,9 @@ class CoreTensors(Mapping[str, Tensor]):
                 "which there is no place: use another checkpoint"
             )
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _whole(self, name: str) -> Tensor:
         slot, place = self._slots[name]
         return slot.whole([self._read(place)], name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def _read(self, place: _Place) -> Tensor:
         """Read a slot's complete tensor."""

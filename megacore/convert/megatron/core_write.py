@@ -31,12 +31,12 @@ from megacore.checkpoint.metadata import private_name
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
-from megacore.convert.megatron.args import NORMS, POSITIONS, args_of
-from megacore.convert.megatron.core import COMMON_NAME, CONFIG_NAME
+from megacore.convert.megatron.args import NORMS, POSITIONS, args_of, rotates_otherwise
+from megacore.convert.megatron.core import BACKEND, COMMON_NAME
+from megacore.convert.megatron.files import CHECKPOINT_VERSION, CONFIG_NAME, save_to
 from megacore.convert.megatron.table import Slot, core_name, core_slots
 from megacore.errors import ConversionError
 
-_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FILE_BYTES = 4 << 30
 """Size after which another file begins, in bytes."""
 _STATEFUL = (
@@ -54,10 +54,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
         model.activation not in {"gelu", "gelu_tanh", "swiglu"}
         or (model.activation == "gelu_tanh" and not model.add_bias_linear)
     ),
-    "rotary_percent": lambda model: (
-        model.position_embedding_type == "rope"
-        and int(model.head_dim * model.rotary_percent) != model.rotary_dim
-    ),
+    "rotary_percent": rotates_otherwise,
 }
 """Options that Megatron core's GPT does not support, each with a test for its use. It computes the
 approximate GELU only as a fused operation with a bias."""
@@ -111,12 +108,13 @@ def write_core(
             pickle.dump(writer.metadata(), file)
         common = {
             "args": core_args_of(spec, iteration=iteration),
-            "checkpoint_version": 3.0,
+            "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": iteration,
         }
         with open(staging / COMMON_NAME, "wb") as file:
-            torch.save(common, file)
-        (staging / CONFIG_NAME).write_text(json.dumps(_BACKEND), encoding="utf-8")
+            save_to(file, common)
+        backend = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
+        (staging / CONFIG_NAME).write_text(json.dumps(backend), encoding="utf-8")
     write_tracker(output, iteration)
 
 
@@ -131,7 +129,7 @@ def core_args_of(spec: ModelSpec, *, iteration: int) -> argparse.Namespace:
         "qk_layernorm": model.qk_layernorm,
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
         "add_qkv_bias": False,
-        "ckpt_format": "torch_dist",
+        "ckpt_format": BACKEND,
         "no_save_optim": True,
         "no_save_rng": True,
     }
@@ -195,7 +193,7 @@ class _Writer:
         assert isinstance(entry, TensorStorageMetadata)
         offsets = torch.Size(corner)
         entry.chunks.append(ChunkStorageMetadata(offsets, tensor.size()))
-        self._write(MetadataIndex(name, offsets), lambda file: torch.save(tensor, file))
+        self._write(MetadataIndex(name, offsets), lambda file: save_to(file, tensor))
 
     def add_object(self, name: str, value: object) -> None:
         """Write an object that is no tensor."""
@@ -215,12 +213,7 @@ class _Writer:
             self._file = open(path, "wb")  # noqa: SIM115 -- closed by __exit__
             self._files += 1
         start = self._file.tell()
-        try:
-            write(self._file)
-        except RuntimeError as error:  # torch's writer hides the operating system's error
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        write(self._file)
         name = Path(self._file.name).name
         place = private_name("torch.distributed.checkpoint.filesystem._StorageInfo")
         self.places[index] = place(name, start, self._file.tell() - start)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megacore.checkpoint.format import (
     read_tracker,
 )
 from megacore.convert.inert import Record, load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, listed
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, listed
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
     WORD_EMBEDDINGS,
@@ -37,11 +37,14 @@ FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
 """Names of a rank's file. A distributed optimizer with separate files uses the second name."""
 _RELEASE = "release"
-_DISTRIBUTED = frozenset({"metadata.json", METADATA_NAME})
+CONFIG_NAME = "metadata.json"
+_DISTRIBUTED = (CONFIG_NAME, METADATA_NAME)
 """Files in a directory of Megatron core's distributed form."""
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)")
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
+CHECKPOINT_VERSION = VERSIONS[-1]
+"""checkpoint_version that is written."""
 Stage = tuple[Mapping[str, Tensor], ...]
 """Tensors by dotted name of each tensor-parallel rank of one pipeline stage, in rank order."""
 
@@ -86,6 +89,11 @@ def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
         f"{directory} is no checkpoint of Megatron-LM: it has neither {TRACKER_NAME} with an "
         "iteration nor a directory mp_rank_00"
     )
+
+
+def is_distributed(directory: Path) -> bool:
+    """Return True for an `iter_*` directory of torch.distributed.checkpoint."""
+    return any((directory / name).exists() for name in _DISTRIBUTED)
 
 
 def _tracked(root: Path, name: str) -> Path:
@@ -138,20 +146,23 @@ def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
 
 
 def write_rank_file(path: Path, state: Mapping[str, Any]) -> None:
-    """Write one file and its directory.
+    """Write one file and its directory. Raises OSError if it cannot be written."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        save_to(file, state)
+
+
+def save_to(file: IO[bytes], value: object) -> None:
+    """Write `value` to an open file with torch.save, which loses the errors of a path.
 
     Raises:
         OSError: if the file cannot be written; torch's zip writer hides it behind a RuntimeError.
     """
-    path.parent.mkdir(exist_ok=True)
     try:
-        # Given a path, torch's writer loses the operating system's error.
-        with open(path, "wb") as file:
-            torch.save(state, file)
+        torch.save(value, file)
     except RuntimeError as error:
-        cause = error.__context__
-        if isinstance(cause, OSError):
-            raise cause from None
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise
 
 
@@ -303,7 +314,7 @@ def vocabulary_rows(stages: Sequence[Stage], where: Path) -> int:
     return sum(len(rank[name]) for rank in stages[0])
 
 
-class MergedTensors(Mapping[str, Tensor]):
+class MergedTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, merged from all ranks on access.
 
     Args:
@@ -350,16 +361,12 @@ class MergedTensors(Mapping[str, Tensor]):
             for slot in copies:
                 _check_copies(stages[0], stage, slot, where)
 
-    def __getitem__(self, name: str) -> Tensor:
+        super().__init__(self._held, self._merged)
+
+    def _merged(self, name: str) -> Tensor:
         slot, stage = self._held[name]
         parts = (self._current(slot, rank[slot.name]) for rank in stage)
         return slot.whole(parts, name).to(torch.float32)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def _current(self, slot: Slot, part: Tensor) -> Tensor:
         return (
