@@ -9,11 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from torch import Tensor
 
 from megacore.artifact.files import write_json
 from megacore.compare.fields import (
@@ -46,7 +44,7 @@ from megacore.compare.side import (
     cause_of_key,
     open_sides,
 )
-from megacore.compare.tokenizers import compare_tokenizers
+from megacore.compare.tokenizers import compare_tokenizers, encode
 from megacore.compare.weights import Difference, compare_weights
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.config import CONFIG_NAME
@@ -54,6 +52,7 @@ from megacore.convert.hf.forms import model_config
 from megacore.convert.source import parameter_shapes
 from megacore.errors import ConversionError, MegacoreError
 from megacore.hardware import memory_info, memory_limit
+from megacore.models.inputs import ModelInput
 
 _MOST_TESTED = 12
 """Most corrections that are tested one by one."""
@@ -189,7 +188,7 @@ class _Comparison:
     def _fits_memory(self) -> bool:
         """Return True if a model fits in memory; else add a remark."""
         values = max(
-            sum(_size(shape) for shape in reading.shapes.values())
+            sum(math.prod(shape) for shape in reading.shapes.values())
             for reading in (self.ours, self.theirs)
         )
         free = memory_info()["MemAvailable"]
@@ -211,7 +210,7 @@ class _Comparison:
     def _test(self, differences: list[Difference]) -> list[Difference]:
         """Compare the logits, and test every difference by its correction."""
         tester = _Tester(self)
-        base = tester.distance_without(differences)
+        base = tester.base
         facts = {
             "max_abs_difference": base.logits,
             "largest_logit": base.scale,
@@ -237,10 +236,7 @@ class _Comparison:
                 )
             self.report.findings.append(logits_finding(cause, base, text))
         else:
-            differences = [
-                Difference(each.finding.tested("nothing"), each.fields, each.tensors)
-                for each in differences
-            ]
+            differences = [each.tested("nothing") for each in differences]
         if (base if base.within(self.options.tolerance) else tester.corrected).within(
             self.options.tolerance
         ):
@@ -248,7 +244,7 @@ class _Comparison:
             self.repaired = [each.tested(effect) for each in self.repaired]
             wrong = {field for fields in self.contradicted.values() for field in fields}
             differences = [
-                replace(each, finding=each.finding.tested(effect))
+                each.tested(effect)
                 if each.finding.explains == "nothing" and wrong.intersection(each.fields)
                 else each
                 for each in differences
@@ -336,28 +332,24 @@ class _Comparison:
         if compared:
             report.facts["compared"].append("tokenizer")
 
-    @property
-    def probe(self) -> Any:
+    @cached_property
+    def probe(self) -> ModelInput:
         """Inputs on which the logits are compared."""
-        if not hasattr(self, "_probe"):
-            common = min(self.a.spec.vocab_size, self.b.spec.vocab_size)
-            shorter = min((self.a.spec, self.b.spec), key=lambda spec: spec.max_position_embeddings)
-            options = self.options
-            self._probe = make_probe(
-                shorter,
-                common,
-                length=options.length,
-                samples=options.samples,
-                seed=options.seed,
-                tokens=self._tokens(),
-            )
-        return self._probe
+        common = min(self.a.spec.vocab_size, self.b.spec.vocab_size)
+        shorter = min((self.a.spec, self.b.spec), key=lambda spec: spec.max_position_embeddings)
+        options = self.options
+        return make_probe(
+            shorter,
+            common,
+            length=options.length,
+            samples=options.samples,
+            seed=options.seed,
+            tokens=self._tokens(),
+        )
 
     def _tokens(self) -> Sequence[Sequence[int]] | None:
         if not self.options.texts:
             return self.options.tokens
-        from megacore.compare.tokenizers import encode
-
         return encode(self.a.tokenizer or self.b.tokenizer, self.options.texts)
 
 
@@ -368,16 +360,12 @@ class _Tester:
         self._comparison = comparison
         ours = comparison.ours
         self._tolerance = comparison.options.tolerance
-        self.outputs_of_a = run_ours(ours.spec, _all(ours), comparison.probe)
-        self._base = parameter_shapes(comparison.b.spec)
-        self.outputs_of_b: Outputs
+        self.outputs_of_a = run_ours(ours.spec, ours.tensors, comparison.probe)
+        self._shapes = parameter_shapes(comparison.b.spec)
+        self.outputs_of_b = self._run(comparison.b.spec, frozenset())
+        self.base = distance(self.outputs_of_a, self.outputs_of_b, self._tolerance)
+        """Distance of B as it is."""
         self.corrected: Distance
-
-    def distance_without(self, differences: list[Difference]) -> Distance:
-        """Return the distance of B as it is."""
-        comparison = self._comparison
-        self.outputs_of_b = self._run(comparison.b.spec, frozenset(), comparison.b.read)
-        return distance(self.outputs_of_a, self.outputs_of_b, self._tolerance)
 
     def tested(self, differences: list[Difference]) -> list[Difference]:
         """Return the differences with the effect of their corrections.
@@ -388,11 +376,10 @@ class _Tester:
         active = [each for each in differences if each.finding.differs]
         self.corrected = self._with(active)
         if len(active) == 1 and self.corrected.within(self._tolerance):
-            return [self._marked(each, "all", active) for each in differences]
+            return [each.tested("all") if each in active else each for each in differences]
         if len(active) > _MOST_TESTED:
             return differences
         result = []
-        base = distance(self.outputs_of_a, self.outputs_of_b, self._tolerance)
         for each in differences:
             if each not in active:
                 result.append(each)
@@ -404,15 +391,10 @@ class _Tester:
             else:
                 without = self._with(others)
                 needed = not without.logits <= max(self._tolerance, 1.01 * self.corrected.logits)
-                lessens = alone.logits < 0.99 * base.logits
+                lessens = alone.logits < 0.99 * self.base.logits
                 effect = "part" if needed or lessens else "nothing"
-            result.append(self._marked(each, effect, active))
+            result.append(each.tested(effect))
         return result
-
-    def _marked(self, each: Difference, effect: Explains, active: list[Difference]) -> Difference:
-        if each not in active:
-            return each
-        return Difference(each.finding.tested(effect), each.fields, each.tensors)
 
     def _with(self, corrected: list[Difference]) -> Distance:
         """Return the distance of B with these corrections."""
@@ -421,20 +403,19 @@ class _Tester:
         taken = frozenset[str]().union(*(each.tensors for each in corrected))
         spec = with_fields(comparison.b.spec, comparison.a.spec, fields)
         try:
-            outputs = self._run(spec, taken, comparison.b.read)
+            outputs = self._run(spec, taken)
         except (MegacoreError, RuntimeError, AssertionError, ZeroDivisionError, ValueError):
             return Distance(float("inf"), 1.0, 0.0, None, {})
         return distance(self.outputs_of_a, outputs, self._tolerance)
 
-    def _run(
-        self, spec: ModelSpec, taken: frozenset[str], read: Callable[[ModelSpec], Reading]
-    ) -> Outputs:
+    def _run(self, spec: ModelSpec, taken: frozenset[str]) -> Outputs:
+        """Run B as `spec`, with A's tensors of the names in `taken`."""
         comparison = self._comparison
         try:
-            reading = read(spec)
+            reading = comparison.b.read(spec)
         except (AssertionError, RuntimeError):
             reading = comparison.theirs
-        tensors = merged_tensors(spec, reading, comparison.ours, taken, self._base)
+        tensors = merged_tensors(spec, reading, comparison.ours, taken, self._shapes)
         return run_ours(spec, tensors, comparison.probe)
 
 
@@ -461,17 +442,6 @@ def _our_names(problem: Finding, reading: Reading, side: Side) -> list[str]:
 _EFFECTIVE = ("all", "part")
 _STRUCTURAL = frozenset({"layers_missing", "vocabulary_padding", "position_table", "precision"})
 """Causes that the architecture and the weights would both name."""
-
-
-def _all(reading: Reading) -> dict[str, Tensor]:
-    return {name: reading.tensors[name] for name in reading.shapes}
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def config_token_findings(a: Side, b: Side) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _PRIMES = (2654435761, 40503, 1000003)
 _BLOCK = 1 << 22
 """Values that are hashed at a time."""
@@ -216,7 +216,7 @@ def _constant(a: Tensor, b: Tensor) -> Relation | None:
 
 def _rounded(a: Tensor, b: Tensor) -> Relation | None:
     """Recognize values of one side that were rounded, or of both sides that differ by rounding."""
-    for name, dtype in _TYPES.items():
+    for name, dtype in HALF_TYPES.items():
         if torch.equal(a.to(dtype).float(), b):
             return _relation("rounded", f"is rounded to {name}", dtype=name)
         if torch.equal(b.to(dtype).float(), a):

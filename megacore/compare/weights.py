@@ -16,18 +16,18 @@ from torch import Tensor
 
 from megacore.compare.parts import LAYER, Group, groups, name_mixed, name_order, tensor_of
 from megacore.compare.relations import (
+    HALF_TYPES,
     Relation,
     fingerprint,
     permutation,
     relate,
     similarity,
 )
-from megacore.compare.report import UNEXPLAINED, Finding, listed
+from megacore.compare.report import UNEXPLAINED, Explains, Finding, listed
 from megacore.compare.side import Reading
 from megacore.convert.key_map import LazyTensors
 
 Fingerprint = tuple[int, int, int]
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Difference:
     """Fields of the specification."""
     tensors: frozenset[str] = frozenset()
     """Tensors by our global names."""
+
+    def tested(self, explains: Explains) -> "Difference":
+        """Return the difference with the result of its correction."""
+        return replace(self, finding=self.finding.tested(explains))
 
 
 @dataclass
@@ -72,7 +76,7 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
     rounding = _precision(first, second)
     if rounding is not None:
         differences.append(rounding)
-        dtype = _DTYPES[
+        dtype = HALF_TYPES[
             str(rounding.finding.b if rounding.finding.b != "float32" else rounding.finding.a)
         ]
         a, b = _rounded(a, dtype), _rounded(b, dtype)
@@ -110,11 +114,11 @@ def _rounded(reading: Reading, dtype: torch.dtype) -> Reading:
 
 
 def _survey(reading: Reading) -> _Survey:
-    survey = _Survey(exact=dict.fromkeys(_DTYPES, True))
+    survey = _Survey(exact=dict.fromkeys(HALF_TYPES, True))
     for group in groups(list(reading.tensors)):
         for name, tensor in group.parts(reading).items():
             survey.prints[name] = fingerprint(tensor)
-            for kind, dtype in _DTYPES.items():
+            for kind, dtype in HALF_TYPES.items():
                 if survey.exact[kind]:
                     same = torch.equal(tensor.to(dtype).float(), tensor)
                     survey.exact[kind] = same or not bool(torch.isfinite(tensor).all())
