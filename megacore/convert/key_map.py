@@ -290,6 +290,26 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:NAMED_AT_ONCE])}{more}"
 
 
+def decoder_pairs(
+    spec: ModelSpec, embedding: str, layers: str, modules: Mapping[str, str], final: str
+) -> list[tuple[str, str]]:
+    """Return corresponding modules (ours, theirs) of a decoder, in execution order.
+
+    Args:
+        spec: spec of the model.
+        embedding: name in the other format of the embedding.
+        layers: name of the list of layers.
+        modules: names within a layer by ours, in execution order.
+        final: name of the final norm.
+    """
+    pairs = [("embedding", embedding)]
+    for layer in range(spec.model.num_layers):
+        ours, theirs = f"encoder.layers.{layer}", f"{layers}.{layer}"
+        pairs += [(f"{ours}.{name}", f"{theirs}.{their}") for name, their in modules.items()]
+        pairs.append((ours, theirs))
+    return [*pairs, ("encoder.final_layernorm", final)]
+
+
 def embedding(spec: ModelSpec, theirs: str) -> Entry:
     """Return the entry of the token embedding, without padding in the other format."""
     return _rows(spec, "embedding.word_embeddings.weight", theirs)

@@ -12,6 +12,7 @@ from megacore.convert.key_map import (
     Entry,
     KeyMap,
     Relayout,
+    decoder_pairs,
     embedding,
     output_layer,
     qkv_blocks,
@@ -123,14 +124,10 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
     """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
-    pairs = [("embedding", "transformer.drop")]
-    for layer in range(spec.model.num_layers):
-        ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
-        pairs += [
-            (f"{ours}.input_layernorm", f"{theirs}.ln_1"),
-            (f"{ours}.self_attention", f"{theirs}.attn"),
-            (f"{ours}.post_attention_layernorm", f"{theirs}.ln_2"),
-            (f"{ours}.mlp", f"{theirs}.mlp"),
-            (ours, theirs),
-        ]
-    return [*pairs, ("encoder.final_layernorm", "transformer.ln_f")]
+    modules = {
+        "input_layernorm": "ln_1",
+        "self_attention": "attn",
+        "post_attention_layernorm": "ln_2",
+        "mlp": "mlp",
+    }
+    return decoder_pairs(spec, "transformer.drop", "transformer.h", modules, "transformer.ln_f")

@@ -23,6 +23,7 @@ from megacore.convert.key_map import (
     Entry,
     Fused,
     KeyMap,
+    decoder_pairs,
     embedding,
     fused_queries_keys_values,
     fused_rows,
@@ -38,14 +39,31 @@ Entries = Sequence[Entry | Fused]
 LayerEntries = Callable[[ModelSpec, str, str], Entries]
 """Function that returns the entries of a layer with these names, ours and theirs."""
 
-_SANDWICH_NORMS = {
-    "input_layernorm": "input_layernorm",
-    "post_self_attn_layernorm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "post_mlp_layernorm": "post_feedforward_layernorm",
+_MODULES = {
+    "pre": {
+        "input_layernorm": "input_layernorm",
+        "self_attention": "self_attn",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "mlp": "mlp",
+    },
+    "sandwich": {
+        "input_layernorm": "input_layernorm",
+        "self_attention": "self_attn",
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp": "mlp",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+    "reordered": {
+        "self_attention": "self_attn",
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "mlp": "mlp",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
 }
-"""transformers' names of our norms before and after each branch. Our `post_attention_layernorm` is
-before the MLP, as in Megatron-LM; transformers' is after attention."""
+"""transformers' names of our modules in a layer, in execution order, by the position of its norms.
+Our `post_attention_layernorm` is before the MLP, as in Megatron-LM; that of Gemma 2 and OLMo 2 is
+after attention."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -101,8 +119,9 @@ def _phi3(spec: ModelSpec, ours: str, theirs: str) -> Entries:
 
 def _gemma2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
     entries: list[Entry] = []
-    for our_name, their_name in _SANDWICH_NORMS.items():
-        entries += norm(spec, f"{ours}.{our_name}", f"{theirs}.{their_name}")
+    for our_name, their_name in _MODULES["sandwich"].items():
+        if our_name.endswith("norm"):
+            entries += norm(spec, f"{ours}.{our_name}", f"{theirs}.{their_name}")
     entries += self_attention(spec, f"{ours}.self_attention", f"{theirs}.self_attn")
     return [*entries, *gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp")]
 
@@ -137,30 +156,8 @@ def _starcoder2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
     """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
-    pairs = [("embedding", "model.embed_tokens")]
-    for layer in range(spec.model.num_layers):
-        ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"
-        attention = (f"{ours}.self_attention", f"{theirs}.self_attn")
-        mlp = (f"{ours}.mlp", f"{theirs}.mlp")
-        norms = {
-            our_name: (f"{ours}.{our_name}", f"{theirs}.{their_name}")
-            for our_name, their_name in _SANDWICH_NORMS.items()
-        }
-        match spec.model.norm_position:
-            case "sandwich":
-                before, after, before_mlp, after_mlp = norms.values()
-                pairs += [before, attention, after, before_mlp, mlp, after_mlp]
-            case "reordered":
-                after, after_mlp = norms["post_self_attn_layernorm"], norms["post_mlp_layernorm"]
-                pairs += [attention, after, mlp, after_mlp]
-            case _:
-                before, before_mlp = (
-                    (f"{ours}.{name}", f"{theirs}.{name}")
-                    for name in ("input_layernorm", "post_attention_layernorm")
-                )
-                pairs += [before, attention, before_mlp, mlp]
-        pairs.append((ours, theirs))
-    return [*pairs, ("encoder.final_layernorm", "model.norm")]
+    modules = _MODULES[spec.model.norm_position]
+    return decoder_pairs(spec, "model.embed_tokens", "model.layers", modules, "model.norm")
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from typing import Any
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
 from megacore.convert.hf.rope import read_rope, write_rope
-from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, output_layer
+from megacore.convert.key_map import (
+    Entry,
+    KeyMap,
+    decoder_pairs,
+    embedding,
+    linear,
+    norm,
+    output_layer,
+)
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
@@ -98,14 +106,11 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
     """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
-    pairs = [("embedding", "gpt_neox.embed_in")]
-    for layer in range(spec.model.num_layers):
-        ours, theirs = f"encoder.layers.{layer}", f"gpt_neox.layers.{layer}"
-        pairs += [
-            (f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
-            (f"{ours}.self_attention", f"{theirs}.attention"),
-            (f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-            (f"{ours}.mlp", f"{theirs}.mlp"),
-            (ours, theirs),
-        ]
-    return [*pairs, ("encoder.final_layernorm", "gpt_neox.final_layer_norm")]
+    modules = {
+        "input_layernorm": "input_layernorm",
+        "self_attention": "attention",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "mlp": "mlp",
+    }
+    final = "gpt_neox.final_layer_norm"
+    return decoder_pairs(spec, "gpt_neox.embed_in", "gpt_neox.layers", modules, final)
