@@ -5,7 +5,7 @@ The check that a configuration can be exported runs before training starts.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -174,10 +174,13 @@ class Counterpart:
     """True if there may be fewer key-value heads than query heads."""
     any_head_size: bool = False
     """True if the total width of all heads may differ from hidden_size."""
-    tags: tuple[str, ...] = field(default=())
-    """Tags of the model card."""
     heads_divide_width: bool = False
     """True if the class refuses a hidden_size that is not a multiple of the query heads."""
+
+    @property
+    def tag(self) -> str:
+        """Tag of the model card."""
+        return self.model_type.removeprefix("megatron-")
 
     def obstacles(self, model: ModelConfig) -> list[Obstacle]:
         """Return every value of `model` that this class does not support."""
@@ -232,29 +235,54 @@ def _bert(
     architecture: str, model_type: str, norm_position: str, *, binary_head: bool
 ) -> Counterpart:
     options = _BERT | {"norm_position": (norm_position,), "bert_binary_head": (binary_head,)}
-    return Counterpart(architecture, model_type, "bert", options, tags=("bert",))
+    return Counterpart(architecture, model_type, "bert", options)
 
 
-_AS_PHI3: tuple[str, str, Family] = ("Phi3ForCausalLM", "phi3", "gpt")
 COUNTERPARTS = (
-    Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2, tags=("gpt2",)),
-    Counterpart(*_AS_PHI3, _PHI3 | {"rope_scaling": (LongRope,)}, True, tags=("phi3",)),
-    Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",), True),
-    Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
-    Counterpart("Qwen2ForCausalLM", "qwen2", "gpt", _QWEN2, True, True, ("qwen2",)),
-    Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
-    Counterpart(*_AS_PHI3, _PHI3, True, tags=("phi3",)),
-    Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
-    Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",), True),
-    Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, True, tags=("olmo2",)),
+    Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2),
     Counterpart(
-        "Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)
+        "Phi3ForCausalLM",
+        "phi3",
+        "gpt",
+        _PHI3 | {"rope_scaling": (LongRope,)},
+        grouped_queries=True,
     ),
+    Counterpart(
+        "LlamaForCausalLM",
+        "llama",
+        "gpt",
+        _LLAMA,
+        grouped_queries=True,
+        any_head_size=True,
+        heads_divide_width=True,
+    ),
+    Counterpart(
+        "MistralForCausalLM", "mistral", "gpt", _MISTRAL, grouped_queries=True, any_head_size=True
+    ),
+    Counterpart(
+        "Qwen2ForCausalLM", "qwen2", "gpt", _QWEN2, grouped_queries=True, any_head_size=True
+    ),
+    Counterpart(
+        "Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, grouped_queries=True, any_head_size=True
+    ),
+    Counterpart("Phi3ForCausalLM", "phi3", "gpt", _PHI3, grouped_queries=True),
+    Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX),
+    Counterpart(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        "gpt",
+        _GEMMA2,
+        grouped_queries=True,
+        any_head_size=True,
+        heads_divide_width=True,
+    ),
+    Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, grouped_queries=True),
+    Counterpart("Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, grouped_queries=True),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
     _bert("BertForMaskedLM", "bert", "post", binary_head=False),
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
-    Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
+    Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True),
 )
 """Supported classes. The first one that can express a model is used: Phi-3 is one of the Llama-like
 classes, except that LongRoPE is its own."""

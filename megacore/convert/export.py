@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.checkpoint.format import reading, verify
@@ -108,7 +107,6 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
         job.config,
         job.spec,
         hf_class,
-        version=megacore.__version__,
         parameters=sum(int(np.prod(shape)) for shape in table.their_shapes.values()),
         iterations=marker.iteration,
         facts=job.card,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
+import megacore
 from megacore.config.model import Family
 from megacore.config.optim import OptimizerName
 from megacore.config.run import RunConfig
@@ -125,7 +126,6 @@ def model_card(
     spec: ModelSpec,
     hf_class: Counterpart,
     *,
-    version: str,
     parameters: int,
     iterations: int,
     facts: Mapping[str, str],
@@ -137,7 +137,6 @@ def model_card(
         config: configuration of the run.
         spec: spec of the model.
         hf_class: its class in transformers.
-        version: version of this package.
         parameters: number of parameters of the export.
         iterations: number of optimizer steps.
         facts: data, perplexities and lineage, one row each.
@@ -154,7 +153,6 @@ def model_card(
         config.name,
         spec,
         hf_class,
-        version=version,
         parameters=parameters,
         training=training,
         facts=facts,
@@ -169,7 +167,6 @@ def bare_card(
     spec: ModelSpec,
     hf_class: Counterpart,
     *,
-    version: str,
     parameters: int,
     iterations: int,
     dtype: str,
@@ -180,7 +177,6 @@ def bare_card(
         name,
         spec,
         hf_class,
-        version=version,
         parameters=parameters,
         training=f"{iterations} iterations."
         if iterations
@@ -197,7 +193,6 @@ def _card(
     spec: ModelSpec,
     hf_class: Counterpart,
     *,
-    version: str,
     parameters: int,
     training: str,
     facts: Mapping[str, str],
@@ -214,7 +209,7 @@ def _card(
             kind=_KINDS[family].format(
                 class_name=_NAMES.get(hf_class.architecture, hf_class.architecture)
             ),
-            version=version,
+            version=megacore.__version__,
             parameters=parameters,
             layers=f"{model.num_layers}{decoder} layers",
             hidden=model.hidden_size,
@@ -223,7 +218,7 @@ def _card(
             vocab_size=spec.vocab_size,
         ),
         pipeline_tag=_TAGS[hf_class.family],
-        tags=[*hf_class.tags, "megacore", "pretraining"],
+        tags=[hf_class.tag, "megacore", "pretraining"],
         auto_class=_AUTO_CLASSES[family],
         usage=_USAGE[family].replace("PROMPT", repr(prompt)),
         facts=facts,

@@ -109,7 +109,6 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
             output.absolute().name,
             source.spec,
             hf_class,
-            version=megacore.__version__,
             parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
             iterations=source.marker.iteration,
             dtype=dtype,
