@@ -15,7 +15,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.key_map import Shape
 from megacore.convert.outputs import our_outputs, their_outputs
-from megacore.convert.parity import OUTPUT_LAYER, load_exported, recorded_outputs
+from megacore.convert.parity import OUTPUT_LAYER, exceeds, load_exported, recorded_outputs
 from megacore.convert.source import load_weights, parameter_shapes
 from megacore.errors import ConfigError, ConversionError
 from megacore.models.inputs import ModelInput
@@ -181,13 +181,8 @@ def distance(a: Outputs, b: Outputs, tolerance: float) -> Distance:
         other = b.layers.get(name)
         if other is None:
             continue
-        if other.shape != reference.shape:
-            layers[name], exceeds = float("inf"), True
-        else:
-            gap = float((reference - other).abs().max())
-            layers[name] = gap
-            exceeds = not gap <= tolerance / 10 * max(1.0, float(reference.abs().max()))
-        if exceeds and first is None:
+        layers[name] = _gap(reference, other)
+        if first is None and exceeds(layers[name], reference, tolerance):
             first = name
     gap = _gap(ours, theirs)
     if a.answers is not None and b.answers is not None:

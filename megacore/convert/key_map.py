@@ -284,10 +284,10 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
     return tensor
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first names for a message, and the number of the others."""
-    more = f" and {len(names) - NAMED_AT_ONCE} more" if len(names) > NAMED_AT_ONCE else ""
-    return f"{', '.join(names[:NAMED_AT_ONCE])}{more}"
+def listed(names: Sequence[str], most: int = NAMED_AT_ONCE) -> str:
+    """Return the first `most` names for a message, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def decoder_pairs(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megacore.config.rope import same_up_to
 from megacore.config.spec import SpecialTokens
-from megacore.convert.key_map import translated
+from megacore.convert.key_map import listed, translated
 from megacore.convert.outputs import (
     ModelPair,
     meaningful,
@@ -229,13 +229,7 @@ def _compare_weights(report: ParityReport, pair: ModelPair) -> None:
         ):
             report.differing_weights.append(entry.ours)
     if report.differing_weights:
-        named = ", ".join(report.differing_weights[:3])
-        more = (
-            f" and {len(report.differing_weights) - 3} more"
-            if len(report.differing_weights) > 3
-            else ""
-        )
-        report.problems.append(f"its weights differ in {named}{more}")
+        report.problems.append(f"its weights differ in {listed(report.differing_weights, 3)}")
 
 
 def _find_layer(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
@@ -493,9 +487,7 @@ def layer_differences(
 
     Returns:
         The largest absolute difference by our module's name, in the order of `pairs`, and the first
-        name whose difference exceeds a tenth of `tolerance`. That bound is relative to the output's
-        largest value if it is above 1. It is a tenth because a logit is a sum over hidden values
-        and can exceed the tolerance when none of them does.
+        name for which `exceeds` is true.
     """
     differences = {name: 0.0 for name, _ in pairs}
     differing: set[str] = set()
@@ -512,6 +504,16 @@ def layer_differences(
             difference = float((reference - their_outputs[their_name]).abs().max())
             if not difference <= differences[our_name]:
                 differences[our_name] = difference
-            if not difference <= tolerance / 10 * max(1.0, float(reference.abs().max())):
+            if exceeds(difference, reference, tolerance):
                 differing.add(our_name)
     return differences, next((name for name, _ in pairs if name in differing), None)
+
+
+def exceeds(difference: float, reference: Tensor, tolerance: float) -> bool:
+    """Return True if a module's output differs too much from `reference`; NaN does.
+
+    The bound is a tenth of the logits' `tolerance`, because a logit is a sum over hidden values and
+    can exceed the tolerance when none of them does. It is relative to the largest value of the
+    output if that is above 1.
+    """
+    return not difference <= tolerance / 10 * max(1.0, float(reference.abs().max()))

@@ -27,7 +27,13 @@ from megacore.inspect.index import Part, Sample, describe_index, find_sample
 from megacore.inspect.provenance import Origins, find_origins, read_document
 from megacore.inspect.tokens import Lengths, LengthSummary, bin_lengths, describe, document_tokens
 from megacore.token_files.indexed_dataset import IndexedDataset
-from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, Tokenizer, load_tokenizer
+from megacore.tokenizer.load import (
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    Tokenizer,
+    load_tokenizer,
+    read_backend,
+)
 from megacore.tokenizer.vocabulary import Vocabulary, continues_word, special_tokens
 
 if TYPE_CHECKING:
@@ -39,7 +45,6 @@ _EDGE = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of a character of which the first or last token contains only a part."""
 _NAMED_DOCUMENTS = 6
 """Maximum number of documents that an error message names."""
-Made = dict[str, Any]
 JsonReport = dict[str, Any]
 
 
@@ -281,8 +286,6 @@ def open_decoder(path: Path) -> Decode:
 
 def _open(path: Path) -> tuple[Decode, int]:
     """Return the decoder of a tokenizer and the size of its vocabulary."""
-    from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, load_tokenizer
-
     if path.is_file() and path.suffix not in (".json", ".txt"):
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
@@ -299,7 +302,6 @@ def _open(path: Path) -> tuple[Decode, int]:
 def _open_backend(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
-    from megacore.tokenizer.load import read_backend
     from megacore.tokenizer.wordpiece import read_wordpiece
 
     if not path.is_file():
@@ -360,7 +362,7 @@ def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | Non
 
 def made_of(
     directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path
-) -> Made | None:
+) -> JsonReport | None:
     """Return the text of the row that training reads for a sample of sentences.
 
     The options of `data.masked_lm` and `data.span_corruption` come from the manifest next to the
@@ -383,8 +385,8 @@ def _bert(
     sample: Sample,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
-    parameters: Made,
-) -> Made | None:
+    parameters: JsonReport,
+) -> JsonReport | None:
     special, options = vocabulary.special, index.options
     if special.cls is None or special.sep is None or special.mask is None:
         return None
@@ -422,8 +424,8 @@ def _t5(
     sample: Sample,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
-    parameters: Made,
-) -> Made | None:
+    parameters: JsonReport,
+) -> JsonReport | None:
     options = index.options
     config = SpanCorruptionConfig.model_validate(parameters.get("span_corruption", {}))
     dataset = T5Dataset(
@@ -457,7 +459,7 @@ def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _parameters(directory: Path) -> Made:
+def _parameters(directory: Path) -> JsonReport:
     """Return the parameters of the maps from their manifest, or {} without a manifest."""
     if not (directory / MANIFEST_NAME).exists():
         return {}

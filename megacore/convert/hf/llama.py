@@ -18,7 +18,7 @@ from megacore.config.rope import LongRope
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.hf.rope import ORIGINAL, read_rope, write_rope
+from megacore.convert.hf.rope import ORIGINAL, RopeKeys, read_rope, write_rope
 from megacore.convert.key_map import (
     Entry,
     Fused,
@@ -210,7 +210,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation(of.activation_key, of.activation, gated=of.gated),
         "normalization": "rmsnorm",
-        **read_rope(config, of.positions),
+        **read_rope(config, of.positions, of.rope),
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, of.tied),
         "hidden_dropout": 0.0,
@@ -437,6 +437,7 @@ class _Class:
     """Keys that occur in published files, with the only value that models here have."""
     layer_entries: LayerEntries | None = None
     """Entries of a layer; None stands for Llama's."""
+    rope: RopeKeys = field(default=RopeKeys())
     groups: int | None = None
     """Default of `num_key_value_heads`; None stands for the number of heads."""
     head_dim: int | None = None
@@ -478,6 +479,7 @@ CLASSES: Mapping[str, _Class] = {
             "interpolate_factor": 1,
         },
         _phi3,
+        rope=RopeKeys(share=("partial_rotary_factor", 1.0), extended_from=4096),
         epsilon=1e-5,
     ),
     "gemma2": _Class(

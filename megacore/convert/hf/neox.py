@@ -7,7 +7,7 @@ from typing import Any
 
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.hf.rope import read_rope, write_rope
+from megacore.convert.hf.rope import RopeKeys, read_rope, write_rope
 from megacore.convert.key_map import (
     Entry,
     KeyMap,
@@ -17,6 +17,8 @@ from megacore.convert.key_map import (
     norm,
     output_layer,
 )
+
+_ROPE = RopeKeys("rotary_emb_base", ("rotary_pct", 0.25))
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
@@ -95,7 +97,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation("hidden_act", "gelu", gated=False),
         "parallel_residual": config.get("use_parallel_residual", bool, True),
-        **read_rope(config, 2048),
+        **read_rope(config, 2048, _ROPE),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, False),
         "hidden_dropout": config.get("hidden_dropout", float, 0.0),
         "attention_dropout": config.get("attention_dropout", float, 0.0),

@@ -4,6 +4,7 @@ transformers 4 has the base in `rope_theta` and the scaling in `rope_scaling`; v
 `rope_parameters`. Of a file with both mappings, version 5 takes `rope_scaling`, and so do we.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from megacore.config.model import ModelConfig
@@ -15,8 +16,6 @@ from megacore.foreign.files import shortened
 
 ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
-_PHI3_ORIGINAL = 4096
-"""Default of `original_max_position_embeddings` in the class Phi3Config."""
 _OF_OTHER_KINDS = (
     "type",
     "factor",
@@ -36,28 +35,41 @@ _OF_OTHER_KINDS = (
 _WITHOUT_EFFECT = ("finetuned",)
 
 
-def read_rope(config: HfConfig, positions: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RopeKeys:
+    """Keys of rotary positions, where classes differ."""
+
+    base: str = "rope_theta"
+    """Key of the base outside of the mappings."""
+    share: tuple[str, float] | None = None
+    """Key of the rotated share of each head outside of the mappings, and its default; None if the
+    class rotates whole heads."""
+    extended_from: int | None = None
+    """Default of `original_max_position_embeddings` in a class whose only scaling is LongRoPE; None
+    for a class with any scaling."""
+
+
+def read_rope(config: HfConfig, positions: int, keys: RopeKeys) -> dict[str, Any]:
     """Translate the rotary positions of a config.json to values of `ModelConfig`.
 
     Args:
         config: the configuration.
         positions: default of max_position_embeddings.
+        keys: keys of the class.
 
     Raises:
         ConversionError: if our models do not support a value.
     """
-    model_type = config.get("model_type", str)
-    neox = model_type == "gpt_neox"
     chosen = _chosen(config)
     key = "max_position_embeddings"
     longest = _length(config, key, config.get(key, int, positions))
-    base = config.get("rotary_emb_base" if neox else "rope_theta", float, _BASE)
+    base = config.get(keys.base, float, _BASE)
     if "rope_theta" in chosen.values:
         base = chosen.get("rope_theta", float)
-    if neox:
+    if keys.base != "rope_theta":
         config.refuse_unless("rope_theta", base)
-    scaling = _scaling(config, chosen, model_type, longest)
-    percent = _percent(config, chosen, model_type)
+    scaling = _scaling(config, chosen, keys, longest)
+    percent = _percent(config, chosen, keys)
     chosen.refuse_unread(_OF_OTHER_KINDS, _WITHOUT_EFFECT)
     if scaling is not None and scaling["kind"] == "dynamic":
         longest = int(min(longest * scaling["factor"], MOST_POSITIONS))
@@ -77,35 +89,36 @@ def _chosen(config: HfConfig) -> HfConfig:
     return HfConfig(mappings[key] or {}, f"{config.path}: {key}")
 
 
-def _percent(config: HfConfig, chosen: HfConfig, model_type: str) -> float:
+def _percent(config: HfConfig, chosen: HfConfig, keys: RopeKeys) -> float:
     """Return the rotated fraction of each head."""
     key = "partial_rotary_factor"
-    if model_type not in ("gpt_neox", "phi3"):
+    if keys.share is None:
         config.refuse_unless(key, 1.0)
         chosen.refuse_unless(key, 1.0)
         return 1.0
-    neox = model_type == "gpt_neox"
-    percent = config.get("rotary_pct", float, 0.25) if neox else config.get(key, float, 1.0)
+    outside, default = keys.share
+    percent = config.get(outside, float, default)
     if key in chosen.values:
         percent = chosen.get(key, float)
-    if neox:
+    if outside != key:
         config.refuse_unless(key, percent)
     return percent
 
 
 def _scaling(
-    config: HfConfig, chosen: HfConfig, model_type: str, longest: int
+    config: HfConfig, chosen: HfConfig, keys: RopeKeys, longest: int
 ) -> dict[str, Any] | None:
     """Return the values of `model.rope_scaling`."""
     kind = chosen.get("rope_type", str, chosen.get("type", str, "default"))
-    if model_type == "phi3" and kind in ("su", "yarn"):
+    only_longrope = keys.extended_from is not None
+    if only_longrope and kind in ("su", "yarn"):
         kind = "longrope"
-    if model_type == "phi3" and kind not in ("default", "longrope"):
+    if only_longrope and kind not in ("default", "longrope"):
         raise ConversionError(
             f"{chosen.path} is of type {kind!r}, which Phi3ForCausalLM lacks: only 'default' and "
             "'longrope' can be read"
         )
-    original = _original(config, chosen, model_type, longest)
+    original = _original(config, chosen, keys, longest)
     ratio = max(1.0, longest / original)
     values: dict[str, Any] = {"kind": kind}
     match kind:
@@ -155,14 +168,14 @@ def _longrope(chosen: HfConfig, ratio: float, original: int) -> dict[str, Any]:
     }
 
 
-def _original(config: HfConfig, chosen: HfConfig, model_type: str, longest: int) -> int:
+def _original(config: HfConfig, chosen: HfConfig, keys: RopeKeys, longest: int) -> int:
     """Return the longest sequence before the extension, which transformers seeks at three places.
 
     Outside of the mapping it comes first.
     """
     outside = config.optional(ORIGINAL, int)
-    if outside is None and model_type == "phi3":
-        outside = _PHI3_ORIGINAL
+    if outside is None:
+        outside = keys.extended_from
     original = chosen.get(ORIGINAL, int, longest) if outside is None else outside
     return _length(config, ORIGINAL, original)
 
