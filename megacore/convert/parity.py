@@ -110,7 +110,8 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
         )
 
     model, info = _loaded(directory, load)
-    wrong = {kind: names for kind, names in info.items() if names}
+    # transformers names them in sets, whose order differs from process to process
+    wrong = {kind: sorted(names) for kind, names in info.items() if names}
     if wrong:
         raise ConversionError(
             f"transformers loads the export {directory} with {wrong}: every weight must have its "

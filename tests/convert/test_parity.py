@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megacore.convert import export as export_module
+from megacore.convert import parity
 from megacore.convert.export import pass_gate, validation_rows
 from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
@@ -392,3 +393,13 @@ def test_another_vocabulary_size_is_refused(exported: Exported) -> None:
     change_json(exported.directory / "config.json", vocab_size=299)
     with pytest.raises(ConversionError):
         gate(exported)
+
+
+def test_the_weights_that_transformers_lacks_are_named_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {f"layers.{number}.bias" for number in range(8)}
+    monkeypatch.setattr(parity, "_loaded", lambda *_: (None, {"missing_keys": names, "error": []}))
+    with pytest.raises(ConversionError) as caught:
+        load_exported(tmp_path)
+    assert f"with {{'missing_keys': {sorted(names)}}}: every weight" in str(caught.value)
