@@ -74,7 +74,7 @@ _USAGE: dict[Family, str] = {
 from transformers import pipeline
 
 generator = pipeline("text-generation", "path/to/this/directory")
-print(generator(PROMPT, max_new_tokens=64)[0]["generated_text"])""",
+print(generator(PROMPT, max_new_tokens=NEW_TOKENS)[0]["generated_text"])""",
     "bert": """\
 from transformers import pipeline
 
@@ -91,6 +91,8 @@ written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_m
 max_new_tokens=32)
 print(tokenizer.decode(written[0]))""",
 }
+_NEW_TOKENS = 64
+"""Most tokens that the example of a decoder writes."""
 _LIMITS: dict[Family, str] = {
     "gpt": (
         "This is a base model: it continues text and repeats what its data holds, mistakes and "
@@ -220,7 +222,9 @@ def _card(
         pipeline_tag=_TAGS[hf_class.family],
         tags=[hf_class.tag, "megacore", "pretraining"],
         auto_class=_AUTO_CLASSES[family],
-        usage=_USAGE[family].replace("PROMPT", repr(prompt)),
+        usage=_USAGE[family]
+        .replace("NEW_TOKENS", str(example_tokens(spec.max_position_embeddings)))
+        .replace("PROMPT", repr(prompt)),
         facts=facts,
         sections={
             "Training": training,
@@ -232,6 +236,11 @@ def _card(
             "Limits": _LIMITS[family],
         },
     )
+
+
+def example_tokens(positions: int | None) -> int:
+    """Return the number of tokens that a card's example writes, half of a small position table."""
+    return _NEW_TOKENS if positions is None else min(_NEW_TOKENS, max(1, positions // 2))
 
 
 def render_card(

@@ -18,7 +18,7 @@ from megacore.artifact.files import (
 )
 from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.config.finetune import FinetuneConfig
-from megacore.convert.model_card import render_card
+from megacore.convert.model_card import example_tokens, render_card
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
@@ -91,7 +91,7 @@ print(tokenizer.decode(written[0], skip_special_tokens=True))""",
 from transformers import pipeline
 
 generator = pipeline("text-generation", "path/to/this/directory")
-print(generator("Once upon a time", max_new_tokens=64)[0]["generated_text"])""",
+print(generator("Once upon a time", max_new_tokens={length})[0]["generated_text"])""",
 }
 
 
@@ -167,6 +167,9 @@ def _usage(config: FinetuneConfig, exported: "Exported") -> str:
         return used.replace("{length}", str(task.max_target_length)).replace(
             "{beams}", str(task.num_beams)
         )
+    if task.kind == "causal_lm":
+        positions = getattr(exported.model.config, "max_position_embeddings", None)
+        return used.replace("{length}", str(example_tokens(positions)))
     return used
 
 

@@ -38,6 +38,7 @@ def test_the_card_has_a_yaml_header_and_the_facts() -> None:
     assert "40 iterations of 4 sequences of 48 tokens" in body
     assert "largest logit difference is 2e-06 (allowed 0.0001)" in body
     assert 'pipeline("text-generation"' in body
+    assert "max_new_tokens=24)" in body, "64 new tokens do not fit into 48 positions"
     assert "push_to_hub" in body
     assert "float32" in body
     assert "The first weights are those of" not in body

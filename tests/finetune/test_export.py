@@ -114,6 +114,7 @@ def test_exported_model_is_the_trained_one(best: Path, task: TinyTask, tmp_path:
     assert "| Data | numbers \\| steps |" in card
     assert "secret" not in card
     assert card.startswith("---\nmodel_name: tiny\n")
+    assert "max_new_tokens=6)" in card, "64 new tokens do not fit into 12 positions"
 
 
 def empty_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
