@@ -12,6 +12,9 @@ from megacore.artifact.files import workspace_errors
 from megacore.artifact.workspace import workspace_root
 from megacore.errors import ConfigError, WorkspaceError
 
+_LARGE = 1e6
+"""Perplexity from which its digits would fill the table, as of a diverged run."""
+
 WorkspaceOption = Annotated[
     Path | None,
     typer.Option("--workspace", help="root directory of all artifacts (MEGACORE_WORKSPACE)"),
@@ -141,4 +144,6 @@ def _existing(workspace: Path | None) -> Workspace:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2f}" if value < _LARGE else f"{value:.2e}"

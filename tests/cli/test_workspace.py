@@ -28,6 +28,27 @@ def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
     assert "no runs yet" in result.output
 
 
+def test_the_perplexity_of_a_diverged_run_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "name": "tiny",
+        "state": "incomplete",
+        "iteration": 40,
+        "train_iters": 60,
+        "valid_ppl": 3.049e51,
+        "test_ppl": None,
+        "metric": None,
+        "size_bytes": 0,
+        "updated": None,
+        "path": "runs/aaaa",
+    }
+    monkeypatch.setattr("megacore.observe.runs.runs", lambda workspace: [row])
+    output = CliRunner().invoke(app, ["runs", "--workspace", str(tmp_path)]).output
+    assert "3.05e+51" in output
+    assert "30490" not in output
+
+
 def test_a_workspace_that_is_not_there_is_named_and_not_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
