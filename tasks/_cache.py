@@ -84,14 +84,25 @@ def artifact_problem(
 class ArtifactPolicy(CachePolicy):
     """Cache policy whose key is the task name and the artifact key.
 
-    A cache record whose artifact is damaged or missing is removed. `check(config, *inputs)` returns
-    the problem of the artifact, or None.
+    A cache record whose artifact is damaged or missing is removed. All functions take the arguments
+    of the stage.
     """
 
-    def __init__(self, key_of: KeyFunction, check: Callable[..., str | None]) -> None:
+    def __init__(
+        self,
+        key_of: KeyFunction,
+        check: Callable[..., str | None] | None = None,
+        directory_of: Callable[..., Path] | None = None,
+    ) -> None:
+        """Initialize the policy.
+
+        `check` returns the problem of the artifact, or None; without it the files of the artifact
+        are checked. `directory_of` returns the artifact's directory, if its name is not the key.
+        """
         super().__init__()
         self.key_of = key_of
         self.check = check
+        self.directory_of = directory_of
 
     def compute_key(
         self,
@@ -110,7 +121,7 @@ class ArtifactPolicy(CachePolicy):
             record = f"{task_ctx.task.name}-{key.key}"
             path = Path(PREFECT_LOCAL_STORAGE_PATH.value()) / record
             if path.exists():
-                problem = self.check(**inputs)
+                problem = self._checked(**inputs)
                 if problem:
                     logger.warning("%s runs again: %s", task_ctx.task.name, problem)
                     with workspace_errors(path):
@@ -120,24 +131,11 @@ class ArtifactPolicy(CachePolicy):
             logger.error("%s has no cache key: %s", task_ctx.task.name, error)
             raise
 
-
-def stage_task(
-    name: str,
-    key_of: KeyFunction,
-    *,
-    check: Callable[..., str | None] | None = None,
-    retry_condition: RetryCondition | None = None,
-) -> Callable[[Callable[..., Result]], Task[..., Result]]:
-    """Build the Prefect task of a stage, which returns a StageResult or its own final state.
-
-    `key_of` and `check` take the same arguments as the stage itself.
-
-    A retryable failure is retried `launch.retries` times or, if the stage passes its own condition
-    `retry_condition`, as often as the condition allows.
-    """
-
-    def default_check(config: FlowConfig, **inputs: Any) -> str | None:
-        key = key_of(config=config, **inputs)
+    def _checked(self, config: FlowConfig, **inputs: Any) -> str | None:
+        """Return the problem of the artifact, or mark it as used if it has none."""
+        if self.check is not None:
+            return self.check(config=config, **inputs)
+        key = self.key_of(config=config, **inputs)
         directory = artifact_directory(key)
         if not directory.exists():
             return artifact_problem(key, config)
@@ -149,10 +147,27 @@ def stage_task(
                 mark_used(directory)
         return problem
 
+
+def stage_task(
+    name: str,
+    key_of: KeyFunction,
+    *,
+    check: Callable[..., str | None] | None = None,
+    directory_of: Callable[..., Path] | None = None,
+    retry_condition: RetryCondition | None = None,
+) -> Callable[[Callable[..., Result]], Task[..., Result]]:
+    """Build the Prefect task of a stage, which returns a StageResult or its own final state.
+
+    `key_of`, `check` and `directory_of` take the same arguments as the stage itself, see
+    `ArtifactPolicy`.
+
+    A retryable failure is retried `launch.retries` times or, if the stage passes its own condition
+    `retry_condition`, as often as the condition allows.
+    """
     return prefect_task(
         name=name,
         task_run_name=name + "-{config.name}",
-        cache_policy=ArtifactPolicy(key_of, check or default_check),
+        cache_policy=ArtifactPolicy(key_of, check, directory_of),
         persist_result=True,
         result_serializer="json",
         retries=CountedRetries(0) if retry_condition else 0,  # the flow sets the number
@@ -234,6 +249,14 @@ def build_in_shards(
             if work.exists():
                 shutil.rmtree(work)
     return result
+
+
+def fresh_scratch(run_directory: Path, name: str) -> Path:
+    """Create an empty directory for the job file, log and exit reasons of one artifact's stage."""
+    scratch = run_directory / "jobs" / name
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    return scratch
 
 
 def summarize(counts: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +10,9 @@ from typing import Any
 
 from prefect import State, get_run_logger
 from prefect.context import TaskRunContext
+from prefect.runtime import task_run
 
+from megacore.artifact import lock
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME, STOP_FILE
 from megacore.config.launch import LaunchConfig
@@ -21,7 +23,8 @@ from megacore.errors import (
     TrainingStoppedError,
     TransientFileError,
 )
-from tasks._cache import RetryCondition
+from tasks._cache import RetryCondition, holder_name
+from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
 
 FAILURES_FILE = "failures.json"
@@ -153,6 +156,27 @@ def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -
         ) from error
 
 
+@contextmanager
+def attempt(
+    config: FlowConfig, directory: Path, problem: Callable[[], str | None]
+) -> Iterator[int | None]:
+    """Hold a training's directory for the attempt in the body, and count the attempt's failure.
+
+    Yields the descriptor of the lock, which the guard of the ranks keeps, after the wait that
+    follows a failure; or None if the training is complete, because `problem()` is None.
+    """
+    task_run_id = str(task_run.id)
+    with workspace_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
+    with counted_failures(directory, task_run_id, config.launch), held as descriptor:
+        if problem() is None:
+            yield None
+        else:
+            wait_to_retry(directory, task_run_id, config.launch)
+            yield descriptor
+
+
 def _delay(launch: LaunchConfig, count: int) -> float:
     """Return the seconds before the next attempt after `count` failures in a row."""
     delays = retry_delays(launch)
@@ -199,10 +223,10 @@ def wait_to_retry(run_directory: Path, task_run: str, launch: LaunchConfig) -> N
     )
 
 
-def may_retry(directory_of: Callable[[Mapping[str, Any]], Path]) -> RetryCondition:
+def may_retry(directory_of: Callable[..., Path]) -> RetryCondition:
     """Return a training's retry condition: the failures recorded in the run directory decide.
 
-    `directory_of` returns the run directory for the inputs of the training's task.
+    `directory_of` takes the arguments of the training's task and returns the run directory.
     """
 
     def condition(task: Any, task_run: Any, state: State[Any]) -> bool:
@@ -211,7 +235,7 @@ def may_retry(directory_of: Callable[[Mapping[str, Any]], Path]) -> RetryConditi
         if not isinstance(error, RETRIED) or context is None:
             return False
         inputs = context.parameters
-        failures = Failures.read(directory_of(inputs), str(task_run.id))
+        failures = Failures.read(directory_of(**inputs), str(task_run.id))
         retries: int = inputs["config"].launch.retries
         return 0 < failures.count <= retries
 

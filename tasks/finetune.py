@@ -5,12 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
-from prefect.runtime import task_run
-
-from megacore.artifact import Artifact, StageKey, lock
+from megacore.artifact import Artifact, StageKey
 from megacore.artifact.build import open_artifact, seal
-from megacore.artifact.files import read_json, reason_of, workspace_errors
+from megacore.artifact.files import read_json, reason_of
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import RESULT_FILE
 from megacore.cluster.hosts.hardware import hardware_of
@@ -20,19 +17,13 @@ from megacore.errors import CheckpointError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import stages
-from tasks._cache import (
-    StageResult,
-    artifact_directory,
-    artifact_problem,
-    holder_name,
-    stage_task,
-)
+from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
 from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._live_run import watched
 from tasks._mlflow import Dataset, RunFacts
 from tasks._parent import parent_of
-from tasks._retry import counted_failures, may_retry, wait_to_retry
+from tasks._retry import attempt, may_retry
 
 SEALED = "best/**/*"
 """Pattern of the files in the manifest: those of the best model. Checkpoints serve only to
@@ -67,13 +58,7 @@ def run_directory(config: FinetuneConfig, pretrained: Artifact, examples: Artifa
     return artifact_directory(finetune_key(config, pretrained, examples))
 
 
-@stage_task(
-    "finetune",
-    finetune_key,
-    retry_condition=may_retry(
-        lambda inputs: run_directory(inputs["config"], inputs["pretrained"], inputs["examples"])
-    ),
-)
+@stage_task("finetune", finetune_key, retry_condition=may_retry(run_directory))
 def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
     """Fine-tune the model; a retry resumes from the last complete checkpoint.
 
@@ -82,17 +67,11 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     """
     key = finetune_key(config, pretrained, examples)
     directory = artifact_directory(key)
-    with workspace_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    counted = counted_failures(directory, str(task_run.id), config.launch)
-    with counted, held as descriptor:
-        ran = artifact_problem(key, config) is not None
-        if ran:
-            wait_to_retry(directory, str(task_run.id), config.launch)
+    with attempt(config, directory, lambda: artifact_problem(key, config)) as held:
+        if held is not None:
             with devices(config.launch, trains=True):
-                _run(config, key, directory, pretrained, examples, descriptor)
-        return StageResult(artifact=open_artifact(directory), ran=ran)
+                _run(config, key, directory, pretrained, examples, held)
+        return StageResult(artifact=open_artifact(directory), ran=held is not None)
 
 
 def _run(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from prefect import get_run_logger
-from prefect.runtime import task_run
 
-from megacore.artifact import Artifact, StageKey, Workspace, lock
+from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.build import open_artifact, seal
-from megacore.artifact.files import require_space, workspace_errors
+from megacore.artifact.files import require_space
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of
 from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
 from megacore.checkpoint.retain import remove_stale
@@ -23,7 +22,7 @@ from megacore.errors import ArtifactError, ConfigError, MegacoreError, Workspace
 from megacore.jobs.run import Job, TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
-from tasks._cache import StageResult, artifact_problem, holder_name, stage_task
+from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._live_run import watched
@@ -34,7 +33,7 @@ from tasks._resume import (
     resumed_digest,
     warn_of_other_data,
 )
-from tasks._retry import counted_failures, may_retry, wait_to_retry
+from tasks._retry import attempt, may_retry
 from tasks.curate import curation_metrics
 from tasks.index import (
     RunData,
@@ -118,6 +117,11 @@ def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> P
     return Workspace.of().folder("train") / run_key(config, tokens, tokenizer).key
 
 
+def training_directory(config: RunConfig, data: RunData[Artifact]) -> Path:
+    """Return a training's directory, which is not its key's: the key depends on train_iters."""
+    return run_directory(config, data.tokens, data.tokenizer)
+
+
 def planned_order(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> int | None:
     """Return the samples for which the order of the run's samples was planned before this start.
 
@@ -136,7 +140,7 @@ def training_problem(config: RunConfig, data: RunData[Artifact]) -> str | None:
     """Return in one clause why the run must be trained (further); None if it is complete."""
     from megacore.checkpoint.format import verify
 
-    directory = run_directory(config, data.tokens, data.tokenizer)
+    directory = training_directory(config, data)
     key, target = train_key(config, data), config.train.train_iters
     problem = artifact_problem(key, config, directory)
     if problem:
@@ -163,11 +167,8 @@ def _ended_at(directory: Path) -> int | None:
     "train",
     train_key,
     check=training_problem,
-    retry_condition=may_retry(
-        lambda inputs: run_directory(
-            inputs["config"], inputs["data"].tokens, inputs["data"].tokenizer
-        )
-    ),
+    directory_of=training_directory,
+    retry_condition=may_retry(training_directory),
 )
 def train(config: RunConfig, data: RunData[Artifact]) -> StageResult:
     """Train to `train.train_iters`; a retry resumes from the last complete checkpoint.
@@ -175,22 +176,16 @@ def train(config: RunConfig, data: RunData[Artifact]) -> StageResult:
     It is retried when ranks were lost, a signal stopped them, or a disk or file server failed for a
     cause that may pass: `launch.retries` times without a new checkpoint.
     """
-    directory = run_directory(config, data.tokens, data.tokenizer)
+    directory = training_directory(config, data)
     key = train_key(config, data)
-    with workspace_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
-    counted = counted_failures(directory, str(task_run.id), config.launch)
-    with counted, held as descriptor:
-        ran = training_problem(config, data) is not None
-        if ran:
-            wait_to_retry(directory, str(task_run.id), config.launch)
+    with attempt(config, directory, lambda: training_problem(config, data)) as held:
+        if held is not None:
             _refuse_to_shorten(config, directory)
             _refuse_other_order(config, directory, data)
             warn_of_other_data(config, directory)
             with devices(config.launch, trains=True):
-                _run(config, key, directory, data, descriptor)
-        return StageResult(artifact=open_artifact(directory), ran=ran)
+                _run(config, key, directory, data, held)
+        return StageResult(artifact=open_artifact(directory), ran=held is not None)
 
 
 def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
@@ -388,7 +383,7 @@ def open_finished_training(config: RunConfig, data: RunData[Artifact]) -> Artifa
     """Return the training that `pretrain` has finished for this configuration, or None."""
     if training_problem(config, data):
         return None
-    return open_artifact(run_directory(config, data.tokens, data.tokenizer))
+    return open_artifact(training_directory(config, data))
 
 
 def finished_training(config: RunConfig, data: RunData[Artifact]) -> Artifact:
@@ -402,4 +397,4 @@ def finished_training(config: RunConfig, data: RunData[Artifact]) -> Artifact:
             f"{config.name} has no finished training here ({problem}): run pretrain/{config.name} "
             "first"
         )
-    return open_artifact(run_directory(config, data.tokens, data.tokenizer))
+    return open_artifact(training_directory(config, data))

@@ -59,7 +59,10 @@ class FakeRun:
         config = make_config()
         launch = config.launch.model_copy(update={"retries": retries})
         self.config = config.model_copy(update={"launch": launch})
-        log = SimpleNamespace(warning=lambda text, *values: self.warnings.append(text % values))
+        log = SimpleNamespace(
+            info=lambda text: None,
+            warning=lambda text, *values: self.warnings.append(text % values),
+        )
         inputs = {"config": self.config, "data": RunData(None, None, None)}
         monkeypatch.setattr(_retry, "get_run_logger", lambda: log)
         monkeypatch.setattr(_retry, "newest_iteration", lambda directory: self.newest)
@@ -290,9 +293,8 @@ def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
     module: str, calls: list[str], run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = {"train": train, "finetune": finetune}[module]
-    logger = SimpleNamespace(info=lambda text: None)
+    shared = {name: f"tasks._retry.{name}" for name in ("holder_name", "lock", "wait_to_retry")}
     done: dict[str, Any] = {
-        "get_run_logger": lambda: logger,
         "holder_name": lambda: "",
         "lock": lambda *arguments, **options: nullcontext(3),
         "devices": lambda *arguments, **options: nullcontext(),
@@ -305,7 +307,7 @@ def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
         **({"artifact_directory": lambda key: run.directory} if module == "finetune" else {}),
     }
     for name, function in done.items():
-        monkeypatch.setattr(f"tasks.{module}.{name}", function)
+        monkeypatch.setattr(shared.get(name, f"tasks.{module}.{name}"), function)
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle", "manifest.json")
@@ -319,7 +321,8 @@ def test_an_error_of_the_disk_before_and_after_the_ranks_counts_too(
     for number, name in enumerate(calls, start=1):
         run.task_run.run_count = number
         with monkeypatch.context() as patch:
-            patch.setattr(f"tasks.{module}.{name}", failing_lock if name == "lock" else fail)
+            place = shared.get(name, f"tasks.{module}.{name}")
+            patch.setattr(place, failing_lock if name == "lock" else fail)
             with pytest.raises(TransientFileError, match="Stale file handle"):
                 task.fn(run.config, *inputs)
         assert Failures.read(run.directory, "None").count == number, name
