@@ -20,7 +20,7 @@ from tasks.evaluate import (
 from tasks.evaluate import evaluate as report_scores
 from tasks.index import RunData
 from tasks.preflight import load_checked_config
-from tasks.train import open_finished_training, run_directory
+from tasks.train import open_finished_training, training_directory
 from tasks.zeroshot import ScoredRun, zeroshot, zeroshot_summary
 
 
@@ -31,7 +31,7 @@ def score_stages(
 
     Returns the report, if the training is finished, and the zero-shot scores by iteration.
     """
-    directory = run_directory(pipeline.config, data.tokens, data.tokenizer)
+    directory = training_directory(pipeline.config, data)
     hidden = withheld(pipeline.config, pipeline.contamination)
     with kept_checkpoints(directory) as kept:
         scores = score_checkpoints(pipeline, directory, kept, data)

@@ -6,7 +6,6 @@ Model and task → samples → training with Accelerate → transformers model �
 from typing import Any
 
 from prefect import State, flow
-from prefect.artifacts import create_markdown_artifact
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
@@ -21,11 +20,26 @@ from tasks.finetune_publish import finetune_publish, outcome
 from tasks.push import check_push, push_stage
 
 
-def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
-    """Prepare the inputs of the training: the model and the samples."""
+def input_stages(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
+    """Run the stages of a training's inputs: the model and the samples."""
     model = pipeline.stage(pretrained)
     rows = pipeline.stage(dataset)
     return model, pipeline.stage(examples, model, rows)
+
+
+def training_stages(pipeline: StageRunner[FinetuneConfig]) -> None:
+    """Run all stages in order, from the inputs to the published model."""
+    model, samples = input_stages(pipeline)
+    trained = pipeline.stage(train, model, samples)
+    exported = pipeline.stage(finetune_export, trained, model, samples)
+    published = pipeline.stage(finetune_publish, model, samples, trained, exported)
+    pipeline.report(outcome, trained, exported, published)
+    push_stage(pipeline, trained, exported, published)
+
+
+def search_stages(pipeline: StageRunner[FinetuneConfig]) -> None:
+    """Run the stages that compare distributions, after their inputs."""
+    find_batch_sizes(pipeline, *input_stages(pipeline))
 
 
 @on_page(FINE_TUNING)
@@ -44,8 +58,9 @@ def finetune(
     nothing. `find_batch_size` finds the largest micro batch that fits for each distribution, and
     then ends. A training that is stopped on request ends the run in the state Stopped.
     """
+    stages = search_stages if find_batch_size else training_stages
     if dry_run:
-        finetune_dry_run(conf, overrides, find_batch_size=find_batch_size)
+        finetune_dry_run(conf, overrides, stages, find_batch_size=find_batch_size)
         return None
     config = load_checked_finetuning(conf, overrides)
     if find_batch_size:
@@ -53,18 +68,7 @@ def finetune(
     else:
         check_push(config.export)
     with StageRunner.start(config) as pipeline:
-        model, samples = prepared(pipeline)
-        if find_batch_size:
-            pipeline.summary = find_batch_sizes(pipeline, model, samples)
-            create_markdown_artifact(
-                pipeline.summary, key="batch-sizes-table", description=f"of {config.name}"
-            )
-            return None
-        trained = pipeline.stage(train, model, samples)
-        exported = pipeline.stage(finetune_export, trained, model, samples)
-        published = pipeline.stage(finetune_publish, model, samples, trained, exported)
-        pipeline.summary = outcome(config, trained, exported, published)
-        push_stage(pipeline, trained, exported, published)
+        stages(pipeline)
     return pipeline.ended
 
 

@@ -29,15 +29,15 @@ def data_stages(pipeline: StageRunner[RunConfig]) -> RunData[Artifact]:
             curated = (*curated, pipeline.stage(curate, corpus, curated))
         corpora = curated
     elif config.data.curate:  # one at a time: its shards are curated side by side
-        corpora = pipeline.stages(curate, [(corpus,) for corpus in corpora], at_once=1)
+        corpora = pipeline.stages(curate, [(corpus,) for corpus in corpora])
     searches, corpora = searched(pipeline, corpora)
     tokenizer = pipeline.stage(make_tokenizer, corpora)
     splitter = pipeline.stage(punkt) if needs_punkt(config) else None
     inputs = [(corpus, tokenizer, splitter) for corpus in corpora]
-    at_once, configs = share_cores(config, inputs)
-    members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
+    members = pipeline.stages(tokenize, inputs, share=share_cores)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
-    index = pipeline.stage(build_index, tokens, planned_order(config, tokens, tokenizer))
+    planned_before = pipeline.value(planned_order, tokens, tokenizer)
+    index = pipeline.stage(build_index, tokens, planned_before)
     pipeline.contamination = contamination_stage(pipeline, searches, tokens, index)
     return RunData(tokens, tokenizer, index)
 

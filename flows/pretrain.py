@@ -26,7 +26,7 @@ def pretrain(
     runs nothing. A training that is stopped on request ends the run in the state Stopped.
     """
     if dry_run:
-        dry_run_report(conf, overrides)
+        dry_run_report(conf, overrides, data_stages)
         return None
     config = load_checked_config(conf, overrides)
     with StageRunner.start(config) as pipeline:

@@ -1,92 +1,113 @@
 """Dry run of a flow: the key of each stage and the state of its artifact."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self, TypeVar, cast
 
 import yaml
+from prefect import Task
 from prefect.artifacts import create_table_artifact
 from rich.table import Table
 
-from megacore.artifact import Artifact, StageKey, open_artifact
+from megacore.artifact import Artifact, open_artifact
 from megacore.artifact.workspace import RUN_FILE
 from megacore.cluster.start import dry_run_commands
 from megacore.errors import MegacoreError
 from megacore.jobs.run import RankJob
 from megacore.redact import redact_values
-from tasks._cache import artifact_directory, artifact_problem
+from tasks._cache import ArtifactPolicy, StageResult, artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
-from tasks._stage_runner import Output, store_config
+from tasks._stage_runner import Config, Output, Share, StageRunner, store_config
 from tasks.index import RunData
 
-Names = str | tuple[str, ...] | RunData[str] | None
+Result = TypeVar("Result")
 
 
-class PlannedStage(NamedTuple):
-    """One row of the dry run."""
+class UnbuiltArtifact(Artifact):
+    """Artifact that a stage would build. Only its name is known: that of the stage's row."""
 
-    name: str
-    """Name of the stage, numbered if it runs several times."""
-    key_of: Callable[..., StageKey]
-    inputs: tuple[Names, ...] = ()
-    """Names of the stages whose artifacts it reads, in the order of its task's arguments; None for
-    an argument without an artifact."""
-    problem: Callable[..., str | None] | None = None
-    """Function of the configuration and the input artifacts that returns why the stage would run;
-    None checks the artifact of its key."""
-    directory: Callable[..., Path] | None = None
-    """Function of the same arguments that returns the artifact's directory; None means the
-    directory of its key."""
-
-    @property
-    def stage(self) -> str:
-        """Name of the stage without its number."""
-        return self.name.partition(" ")[0]
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of all stages whose artifacts it reads."""
-        return tuple(itertools.chain.from_iterable(map(_names, self.inputs)))
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return the artifact of the stage with this row."""
+        return cls(stage=name, key="", path="", digest="", counts={})
 
 
-def _names(names: Names) -> tuple[str, ...]:
-    if isinstance(names, RunData):
-        return names.tokens, names.tokenizer, names.index
-    return (names,) if isinstance(names, str) else names or ()
+@dataclass
+class DryRun(StageRunner[Config]):
+    """Runner that runs no stage: it computes keys, and looks up artifacts.
+
+    A flow's functions take it in place of a StageRunner. What a missing artifact determines is an
+    UnbuiltArtifact.
+    """
+
+    planned: list[dict[str, str]] = field(default_factory=list)
+    """Rows of the table: stage, key, state and why it would run."""
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    """Artifacts that exist, by the names of the stages' rows."""
+
+    def stage(self, task: Task[..., Any], *inputs: Any) -> Artifact:
+        """Return the artifact of a stage, and add the stage's row."""
+        return self._look_up(self._next_name(task.name), task, inputs)
+
+    def stages(
+        self,
+        task: Task[..., Any],
+        inputs: Sequence[tuple[Any, ...]],
+        *,
+        at_once: int = 1,
+        share: Share | None = None,
+    ) -> tuple[Artifact, ...]:
+        """Return the artifacts of one stage for each of several inputs, and add their rows."""
+        return tuple(self.stage(task, *each) for each in inputs)
+
+    def checkpoint_stage(self, task: Task[..., Any], checkpoint: str, *inputs: Any) -> StageResult:
+        """Return the artifact of a stage for one checkpoint, and add the stage's row."""
+        artifact = self._look_up(f"{task.name} {checkpoint}", task, inputs)
+        return StageResult(artifact=artifact, ran=False)
+
+    def value(self, function: Callable[..., Result], *artifacts: Artifact) -> Result:
+        """Return `function(config, *artifacts)`, or what is missing for it."""
+        missing = next(_unbuilt(artifacts), None)
+        return super().value(function, *artifacts) if missing is None else cast(Result, missing)
+
+    def report(self, function: Callable[..., str | None], *artifacts: Artifact) -> None:
+        """Report nothing."""
+
+    def _look_up(self, name: str, task: Task[..., Any], inputs: tuple[Any, ...]) -> Artifact:
+        missing = next(_unbuilt(inputs), None)
+        if missing is not None:
+            self._add(name, f"known after {missing.stage}", "new input")
+            return UnbuiltArtifact.of(name)
+        policy = task.cache_policy
+        assert isinstance(policy, ArtifactPolicy), f"{task.name} is no stage"
+        key, find, check = policy.key_of(self.config, *inputs), policy.directory_of, policy.check
+        directory = find(self.config, *inputs) if find else artifact_directory(key)
+        artifact: Artifact = UnbuiltArtifact.of(name)
+        try:
+            problem = check(self.config, *inputs) if check else artifact_problem(key, self.config)
+            if problem is None:
+                artifact = self.artifacts[name] = open_artifact(directory)
+        except MegacoreError as error:
+            problem = str(error)
+        self._add(name, directory.name, problem)
+        return artifact
+
+    def _add(self, name: str, key: str, problem: str | None) -> None:
+        state = "cached" if problem is None else "would run"
+        self.planned.append({"stage": name, "key": key, "state": state, "why": problem or ""})
 
 
-def planned_row(
-    planned: PlannedStage, config: FlowConfig, artifacts: dict[str, Artifact]
-) -> dict[str, str]:
-    """Return a stage's row of the table; an existing artifact is added to `artifacts` by name."""
-    missing = [name for name in planned.reads if name not in artifacts]
-    if missing:
-        return {
-            "stage": planned.name,
-            "key": f"known after {missing[0]}",
-            "state": "would run",
-            "why": "new input",
-        }
-    inputs: list[Any] = []
-    for names in planned.inputs:
-        several = [artifacts[name] for name in _names(names)]
-        if isinstance(names, RunData):
-            inputs.append(RunData(*several))
-        else:
-            inputs.append(tuple(several) if isinstance(names, tuple) else next(iter(several), None))
-    key = planned.key_of(config, *inputs)
-    directory = planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
-    try:
-        problem = (
-            planned.problem(config, *inputs) if planned.problem else artifact_problem(key, config)
-        )
-        if problem is None:
-            artifacts[planned.name] = open_artifact(directory)
-    except MegacoreError as error:
-        problem = str(error)
-    state = "cached" if problem is None else "would run"
-    return {"stage": planned.name, "key": directory.name, "state": state, "why": problem or ""}
+def _unbuilt(value: Any) -> Iterator[UnbuiltArtifact]:
+    """Yield the artifacts among the inputs of a stage that do not exist."""
+    match value:
+        case UnbuiltArtifact():
+            yield value
+        case tuple():
+            for each in value:
+                yield from _unbuilt(each)
+        case RunData():
+            yield from _unbuilt((value.tokens, value.tokenizer, value.index))
 
 
 def launch_lines(

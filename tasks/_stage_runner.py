@@ -3,10 +3,10 @@
 import functools
 import json
 import logging
-import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -44,6 +44,9 @@ DELETED = "Deleted"
 Config = TypeVar("Config", bound=FlowConfig)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Share = Callable[[Any, Sequence[tuple[Any, ...]]], tuple[int, Sequence[Any]]]
+"""Function of a configuration and the inputs of several task runs that returns how many of them run
+side by side, and the configuration of each."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,12 @@ class StageRow:
 
 @dataclass
 class StageRunner(Generic[Config]):
-    """Runner of stages that records the outcome of each."""
+    """Runner of stages that records the outcome of each.
+
+    A dry run calls the same functions of a flow with a `tasks._plan.DryRun`, for which artifacts
+    may be missing. What these functions do with artifacts between the stages goes through `value`
+    and `report`.
+    """
 
     config: Config
     rows: list[StageRow] = field(default_factory=list)
@@ -82,6 +90,8 @@ class StageRunner(Generic[Config]):
     ended: State[Any] | None = None
     """Return value of the flow: the state of a run whose training was stopped on request, otherwise
     None."""
+    _runs: Counter[str] = field(default_factory=Counter, init=False)
+    """Number of runs of each stage that is numbered."""
 
     @classmethod
     def start(cls, config: Config) -> Self:
@@ -105,8 +115,7 @@ class StageRunner(Generic[Config]):
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; if it fails, the flow fails."""
-        name = numbered(task.name, self._runs_of(task.name))
-        result = self._record(name, *self._call(task, self.config, inputs))
+        result = self._record(self._next_name(task.name), *self._call(task, self.config, inputs))
         assert result is not None, f"{task.name} ended in the state {DELETED}"
         return result.artifact
 
@@ -115,27 +124,28 @@ class StageRunner(Generic[Config]):
         task: Task[..., StageResult],
         inputs: Sequence[tuple[Any, ...]],
         *,
-        at_once: int,
-        configs: Sequence[Config] | None = None,
+        at_once: int = 1,
+        share: Share | None = None,
     ) -> tuple[Artifact, ...]:
         """Run one stage for each of several inputs side by side, in one task run each.
 
         If one fails, the others are finished first, so that the next run reuses them; then the
         error of the first input that failed fails the flow. An interruption does not wait for them.
-        `configs` has the configuration of each task run; None means the flow's.
+        `at_once` of them run at the same time, all with the flow's configuration, unless `share`
+        decides both.
         """
         if len(inputs) == 1:
             return (self.stage(task, *inputs[0]),)
-        earlier = self._runs_of(task.name)
-        names = [numbered(task.name, earlier + number) for number in range(len(inputs))]
+        configs: Sequence[Config] = [self.config] * len(inputs)
+        if share is not None:
+            at_once, configs = share(self.config, inputs)
+        names = [self._next_name(task.name) for _ in inputs]
         pool = ThreadPoolExecutor(at_once, f"megacore-{task.name}")
         try:
             # Each thread has its own copy of the context, with the flow run that Prefect reads.
             futures = [
                 pool.submit(copy_context().run, self._call, task, config, arguments)
-                for config, arguments in zip(
-                    configs or [self.config] * len(inputs), inputs, strict=True
-                )
+                for config, arguments in zip(configs, inputs, strict=True)
             ]
             ended = [future.result() for future in futures]
         finally:
@@ -160,6 +170,14 @@ class StageRunner(Generic[Config]):
         name = f"{task.name} {checkpoint}"
         named = task.with_options(task_run_name=name)
         return self._record(name, *self._call(named, self.config, inputs))
+
+    def value(self, function: Callable[..., Result], *artifacts: Artifact) -> Result:
+        """Return `function(config, *artifacts)`, an input of a stage that is no artifact."""
+        return function(self.config, *artifacts)
+
+    def report(self, function: Callable[..., str | None], *artifacts: Artifact) -> None:
+        """Call `function(config, *artifacts)`, and add the markdown it returns to the summary."""
+        self.summary += function(self.config, *artifacts) or ""
 
     def _call(
         self, task: Task[..., Any], config: Config, inputs: tuple[Any, ...]
@@ -191,10 +209,10 @@ class StageRunner(Generic[Config]):
         )
         return StageResult(artifact=artifact, ran=ran)
 
-    def _runs_of(self, stage: str) -> int:
-        """Return the number of the stage's rows."""
-        pattern = rf"{re.escape(stage)}( \d+)?"
-        return sum(bool(re.fullmatch(pattern, row.stage)) for row in self.rows)
+    def _next_name(self, stage: str) -> str:
+        """Return the name of the stage's next run."""
+        self._runs[stage] += 1
+        return numbered(stage, self._runs[stage] - 1)
 
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]

@@ -174,9 +174,13 @@ def contamination_stage(
     if not searches:
         return None
     artifact = pipeline.stage(contamination, searches, tokens, index)
-    for sentence in warnings(pipeline.config, artifact):
-        get_run_logger().warning("%s", sentence)
+    pipeline.report(_log_warnings, artifact)
     return artifact
+
+
+def _log_warnings(config: RunConfig, artifact: Artifact) -> None:
+    for sentence in warnings(config, artifact):
+        get_run_logger().warning("%s", sentence)
 
 
 def searched(
@@ -189,10 +193,10 @@ def searched(
     if pipeline.config.evaluate.contamination is None:
         return (), corpora
     # One at a time: its shards are searched side by side.
-    searches = pipeline.stages(search, [(corpus,) for corpus in corpora], at_once=1)
+    searches = pipeline.stages(search, [(corpus,) for corpus in corpora])
     if pipeline.config.evaluate.contamination == "remove":
         inputs = [(corpus, searches, number) for number, corpus in enumerate(corpora)]
-        corpora = pipeline.stages(decontaminate, inputs, at_once=1)
+        corpora = pipeline.stages(decontaminate, inputs)
     return searches, corpora
 
 

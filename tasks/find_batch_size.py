@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from prefect import get_run_logger
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import read_object, workspace_errors, write_json
@@ -174,16 +174,20 @@ def counts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def find_batch_sizes(
     pipeline: StageRunner[FinetuneConfig], pretrained: Artifact, examples: Artifact
-) -> str:
-    """Compare the methods of `find_batch_size.methods`, one stage for each.
-
-    Returns the table and its notes as markdown.
-    """
+) -> None:
+    """Compare the methods of `find_batch_size.methods`, one stage for each."""
     methods = pipeline.config.find_batch_size.methods
-    stages = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]
-    reports = [read_object(artifact.directory / REPORT) for artifact in stages]
+    found = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]
+    pipeline.report(_show_comparison, *found)
+
+
+def _show_comparison(config: FinetuneConfig, *found: Artifact) -> str:
+    """Show the rows of all methods with the flow run; return the table and its notes."""
+    reports = [read_object(artifact.directory / REPORT) for artifact in found]
     rows = table_rows(reports)
     create_table_artifact(
-        rows, key="batch-sizes", description=f"largest micro batches of {pipeline.config.name}"
+        rows, key="batch-sizes", description=f"largest micro batches of {config.name}"
     )
-    return as_markdown(rows) + notes(reports)
+    summary = as_markdown(rows) + notes(reports)
+    create_markdown_artifact(summary, key="batch-sizes-table", description=f"of {config.name}")
+    return summary

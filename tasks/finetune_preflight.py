@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import JSON_BYTES, parse_json, read_object
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher
-from megacore.config.finetune import Distribution, FinetuneConfig
+from megacore.config.finetune import FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, check_warmup, resolve_ranks
@@ -21,15 +21,12 @@ from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
 from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
-from tasks._plan import PlannedStage, launch_lines, planned_row, show_config, show_plan
-from tasks._stage_runner import numbered
-from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
-from tasks.finetune import finetune_key, run_directory
-from tasks.finetune_data import dataset_key, examples_key, pretrained_key
-from tasks.finetune_export import export_key
-from tasks.finetune_publish import publication_problem, publish_key
+from tasks._plan import DryRun, launch_lines, show_config, show_plan
+from tasks._stage_runner import StageRunner
+from tasks.find_batch_size import check_find_batch_size
+from tasks.finetune import run_directory
 from tasks.preflight import CONF_DIR
-from tasks.push import check_push, planned_push
+from tasks.push import check_push
 
 _PACKAGES = ("accelerate", "transformers", "datasets")
 """Packages of the extra `finetune` that every fine-tuning needs."""
@@ -169,42 +166,18 @@ def _numbers(path: Path) -> int:
         ) from error
 
 
-def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
-    """Return the stages of `finetune` in order; with `methods`, those that compare the methods."""
-    inputs = [
-        PlannedStage("pretrained", pretrained_key),
-        PlannedStage("dataset", dataset_key),
-        PlannedStage("examples", examples_key, ("pretrained", "dataset")),
-    ]
-    if methods:
-        return inputs + [
-            PlannedStage(
-                numbered("find-batch-size", number),
-                lambda config, *read, method=method: find_batch_size_key(config, method, *read),
-                ("pretrained", "examples"),
-            )
-            for number, method in enumerate(methods)
-        ]
-    return [
-        *inputs,
-        PlannedStage("finetune", finetune_key, ("pretrained", "examples")),
-        PlannedStage("finetune-export", export_key, ("finetune", "pretrained", "examples")),
-        PlannedStage(
-            "finetune-publish",
-            publish_key,
-            ("pretrained", "examples", "finetune", "finetune-export"),
-            problem=publication_problem,
-        ),
-    ]
-
-
 def finetune_dry_run(
-    conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False
+    conf: str,
+    overrides: Mapping[str, Any] | None,
+    stages: Callable[[StageRunner[FinetuneConfig]], None],
+    *,
+    find_batch_size: bool = False,
 ) -> None:
     """Print (and store) configuration, keys and states of stages, and start commands; run nothing.
 
     A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
-    `find_batch_size` plans the comparison of distributions instead of the training.
+    `stages` runs the stages, of which a dry run only looks up the artifacts: those of the training,
+    or with `find_batch_size` those that compare distributions.
     """
     config = _load(conf, overrides)
     show_config(config)
@@ -217,15 +190,13 @@ def finetune_dry_run(
             check_push(config.export)
     except MegacoreError as error:
         refusal = error
-    artifacts: dict[str, Artifact] = {}
-    methods = config.find_batch_size.methods if find_batch_size else ()
-    stages = planned_stages(methods)
-    if not methods:
-        stages += planned_push(config.export, "finetune", "finetune-export", "finetune-publish")
-    rows = [planned_row(planned, config, artifacts) for planned in stages]
+    plan = DryRun(config)
+    stages(plan)
+    artifacts = plan.artifacts
     cost = _processes(config) if refusal is None else str(refusal)
     if find_batch_size and refusal is None:
-        cost = f"{', '.join(methods)} are compared, with {cost.partition(' with ')[0]}"
+        methods = ", ".join(config.find_batch_size.methods)
+        cost = f"{methods} are compared, with {cost.partition(' with ')[0]}"
     elif refusal is None and {"pretrained", "examples"} <= artifacts.keys():
         try:
             cost = check_cost(config, artifacts["pretrained"], artifacts["examples"])
@@ -233,7 +204,7 @@ def finetune_dry_run(
             refusal, cost = error, str(error)
     action = "find-batch-size" if find_batch_size else "fine-tuning"
     commands = (lambda: []) if find_batch_size else (lambda: _commands(config, artifacts))
-    show_plan(config.name, rows, f"{action}: {cost}", refusal, commands)
+    show_plan(config.name, plan.planned, f"{action}: {cost}", refusal, commands)
 
 
 def _processes(config: FinetuneConfig) -> str:

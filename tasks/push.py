@@ -19,7 +19,6 @@ from megacore.corpus.hub import broken_connections
 from megacore.errors import ConfigError, HubError
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Tracking
-from tasks._plan import PlannedStage
 from tasks._publication import RECEIPT, read_receipt
 from tasks._run_page import show_pushed
 from tasks._stage_runner import StageRunner
@@ -88,23 +87,22 @@ def push(
     return build(config, push_key(config, trained, exported, published), fill)
 
 
-def planned_push(hub: HubConfig, *inputs: str) -> list[PlannedStage]:
-    """Return the stage for a dry run, if there is a repository; `inputs` are names of stages."""
-    return [] if hub.push_to_hub is None else [PlannedStage("push", push_key, inputs)]
-
-
 def push_stage(
     pipeline: StageRunner[Any], trained: Artifact, exported: Artifact, published: Artifact
 ) -> None:
     """Run the stage if the configuration names a repository, and add it to the summary."""
     if pipeline.config.export.push_to_hub is None:
         return
-    pushed = pipeline.stage(push, trained, exported, published)
+    pipeline.report(_show_commit, pipeline.stage(push, trained, exported, published))
+
+
+def _show_commit(config: RunConfig | FinetuneConfig, pushed: Artifact) -> str:
+    """Link the uploaded commit in the flow run, and return its line of the summary."""
     receipt = read_object(pushed.directory / RECEIPT)
     create_link_artifact(
         link=receipt["address"], link_text=receipt["repository"], key="hugging-face-hub"
     )
-    pipeline.summary += (
+    return (
         f"\n- Hugging Face hub: [{receipt['repository']}]({receipt['url']}), commit "
         f"[{receipt['commit'][:8]}]({receipt['address']})\n"
     )

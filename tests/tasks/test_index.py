@@ -20,7 +20,8 @@ from megacore.data.sentence_maps import build_sentence_maps
 from megacore.errors import WorkspaceError
 from megacore.token_files.indexed_dataset import write_members
 from megacore.train.state import PLANNED_KEY, TrainState
-from tasks import _cache, preflight, train
+from tasks import _cache, _retry, train
+from tasks._plan import DryRun
 from tasks._resume import planned_before
 from tasks.contamination import contamination_key
 from tasks.evaluate import Target, score_key
@@ -254,10 +255,12 @@ class Workplace:
         return {"data__source": None, "data__blend": parts}
 
     def index(self, run: RunConfig) -> Artifact:
-        """Build the maps of a start as the flow does, and check that a dry run has their key."""
+        """Build the maps of a start as the flow does, and check that a dry run finds them."""
         planned = train.planned_order(run, self.tokens, self.tokens)
         index = build_index.fn(run, self.tokens, planned).artifact
-        assert preflight._index_key(run, self.tokens, self.tokens).key == index.key
+        plan = DryRun(run)
+        before = plan.value(train.planned_order, self.tokens, self.tokens)
+        assert plan.stage(build_index, self.tokens, before) == index
         return index
 
     def data(self, index: Artifact) -> RunData[Artifact]:
@@ -394,7 +397,7 @@ def test_run_without_a_checkpoint_is_planned_from_its_first_sample(workplace: Wo
 def test_checkpoint_of_another_flow_run_with_another_order_is_refused(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("train"))
+    monkeypatch.setattr(_retry, "get_run_logger", lambda: logging.getLogger("train"))
     monkeypatch.setattr(train, "training_problem", lambda *inputs: "it is not finished")
     first, longer = (
         config("gpt2-tiny", **VALUES, train__train_iters=iterations) for iterations in (10, 40)

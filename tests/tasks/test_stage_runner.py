@@ -10,11 +10,12 @@ import pytest
 from prefect.states import Completed
 
 from megacore.artifact import Artifact, StageKey
-from megacore.config import load_config
+from megacore.config import RunConfig, load_config
 from tasks import _stage_runner
-from tasks._cache import StageResult
-from tasks._plan import PlannedStage, planned_row
+from tasks._cache import StageResult, stage_task
+from tasks._plan import DryRun
 from tasks._stage_runner import Output, StageRunner
+from tasks.index import RunData
 
 
 @pytest.fixture
@@ -55,10 +56,21 @@ def test_the_key_of_a_training_is_the_one_that_commands_accept() -> None:
     runner = StageRunner(config)
     runner._record("train", Completed(data=StageResult(artifact=artifact, ran=True)), 1.0)
     assert runner.rows[0].cells()["key"] == "0123"
-    planned = PlannedStage(
+
+    @stage_task(
         "train",
-        lambda _: StageKey("train", 1, {}, {}),
-        problem=lambda _: "it was not built yet",
-        directory=lambda _: directory,
+        lambda config: StageKey("train", 1, {}, {}),
+        check=lambda config: "it was not built yet",
+        directory_of=lambda config: directory,
     )
-    assert planned_row(planned, config, {})["key"] == "0123"
+    def train(config: RunConfig) -> StageResult:
+        raise AssertionError("a dry run starts nothing")
+
+    plan = DryRun(config)
+    trained = plan.stage(train)
+    plan.stage(train, RunData(artifact, artifact, trained))
+    assert [(row["stage"], row["key"]) for row in plan.planned] == [
+        ("train", "0123"),
+        ("train 2", "known after train"),
+    ]
+    assert not plan.artifacts

@@ -17,8 +17,10 @@ from megacore.errors import ConfigError
 from tasks._checkpoint_models import log_scores
 from tasks._mlflow import RunFacts, Tracking
 from tasks._mlflow_events import Forwarder
+from tasks._plan import DryRun, UnbuiltArtifact
 from tasks.evaluate import Target, score_key
-from tasks.preflight import planned_publication
+from tasks.index import RunData
+from tasks.preflight import plan_publication
 from tasks.zeroshot import REPORT, named_scores, text_digests, zeroshot_key, zeroshot_summary
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
@@ -71,11 +73,13 @@ def test_stage_is_planned_only_with_a_text(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     for iteration in (10, 20):
         save_checkpoint(checkpoints, iteration, {"model.a": torch.ones(3)}, {})
-    trained = artifact("train").model_copy(update={"path": str(tmp_path)})
+    missing = UnbuiltArtifact.of("index")
+    finished = artifact("train").model_copy(update={"path": str(tmp_path)})
 
-    def names(**zero_shot: Any) -> list[str]:
-        planned = planned_publication(config_with(**zero_shot), trained)
-        return [stage.name for stage in planned]
+    def names(trained: Artifact = finished, **zero_shot: Any) -> list[str]:
+        plan = DryRun(config_with(**zero_shot))
+        plan_publication(plan, trained, RunData(missing, missing, missing))
+        return [row["stage"] for row in plan.planned]
 
     text = str(tmp_path / "lambada")
     perplexities = ["evaluate iter_0000010", "evaluate iter_0000020", "evaluate unigram"]
@@ -94,8 +98,8 @@ def test_stage_is_planned_only_with_a_text(tmp_path: Path) -> None:
         *rest,
     ]
     assert names() == [*perplexities, "evaluate", *rest]
-    unknown = planned_publication(config_with(lambada=text), None)
-    assert [stage.name for stage in unknown] == ["evaluate unigram", "evaluate", "zeroshot", *rest]
+    unknown = names(UnbuiltArtifact.of("train"), lambada=text)
+    assert unknown == ["evaluate unigram", "evaluate", "zeroshot", *rest]
 
 
 def test_a_passkey_needs_no_text() -> None:
