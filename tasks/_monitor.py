@@ -59,6 +59,11 @@ class LogTail:
                 self.emit(line.strip())
 
 
+def log_tail(path: Path) -> LogTail:
+    """Return a reader that streams a job's log into the log of the task run that polls it."""
+    return LogTail(path, lambda line: get_run_logger().info(line))
+
+
 def _end_of_events(path: Path) -> int:
     """Return the offset after the last complete event, to hide events of earlier attempts."""
     if not path.exists():

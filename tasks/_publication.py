@@ -100,7 +100,7 @@ def build_publication(
     return result
 
 
-def places(
+def result_lines(
     tracking: Tracking, run_directory: Path, export_directory: Path, published: Path
 ) -> list[str]:
     """Return markdown lines with the locations of the model, the run and their MLflow pages.
@@ -111,7 +111,7 @@ def places(
     lines = [
         f"- transformers model: `{export_directory / 'model'}`",
         f"- run: `{run_directory}`",
-        *mlflow_places(tracking, receipt),
+        *mlflow_lines(tracking, receipt),
     ]
     if report.is_file():
         lines.append(f"- report: `{report}`")
@@ -122,7 +122,7 @@ def places(
     return [*lines, ""]
 
 
-def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
+def mlflow_lines(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
     """Return markdown lines with links to a server that shows the store, or how to start one."""
     server = shown_by(tracking)
     alias = standing(tracking, receipt["model_name"], receipt["version"])

@@ -12,8 +12,9 @@ from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob
 from megacore.ranks import stages
-from tasks._cache import StageResult, build, stage_task
-from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
+from tasks._cache import StageResult, build, fresh_scratch, stage_task
+from tasks._monitor import log_tail
+from tasks.evaluate import read_evaluation
 from tasks.index import RunData
 from tasks.train import job_of
 

@@ -4,7 +4,6 @@ One start of the ranks scores all checkpoints that lack a score. Each score is a
 whose key contains the checkpoint's digest, so later runs of a flow score only new checkpoints.
 """
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +31,11 @@ from megacore.errors import (
 from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
-from tasks._cache import StageResult, artifact_problem, build, stage_task
+from tasks._cache import StageResult, artifact_problem, build, fresh_scratch, stage_task
 from tasks._checkpoint_models import log_losses_by_position, log_perplexities
 from tasks._devices import devices
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
-from tasks._monitor import LogTail
+from tasks._monitor import LogTail, log_tail
 from tasks._perplexity import PerplexityTable
 from tasks._stage_runner import DELETED, StageRunner
 from tasks.index import RunData, held_out_digest, split_data, split_datasets, split_digests
@@ -450,19 +449,6 @@ def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> d
         "tokens": digests,
         "tokenizer": tokenizer.digest,
     }
-
-
-def fresh_scratch(run_directory: Path, name: str) -> Path:
-    """Create an empty directory for the job file, log and exit reasons of one artifact's stage."""
-    scratch = run_directory / "jobs" / name
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    return scratch
-
-
-def log_tail(path: Path) -> LogTail:
-    """Return a reader that streams a job's log into the log of the task run that polls it."""
-    return LogTail(path, lambda line: get_run_logger().info(line))
 
 
 def evaluation_summary(report: dict[str, Any]) -> str:

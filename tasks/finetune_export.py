@@ -13,9 +13,9 @@ from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneExportJob
 from megacore.ranks import stages
 from megacore.redact import redact
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, build, fresh_scratch, stage_task
+from tasks._monitor import log_tail
 from tasks._parent import parent_of
-from tasks.evaluate import fresh_scratch, log_tail
 from tasks.finetune import finetune_job
 
 

@@ -19,8 +19,8 @@ from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
 from tasks._publication import (
     build_publication,
-    places,
     receipt_problem,
+    result_lines,
     run_url,
     shown_by,
 )
@@ -158,7 +158,9 @@ def outcome(
         "",
         *_answer_lines(finetuned.directory, int(counts["best_iteration"])),
         f"- begun with: {_initial_model_link(config, parent)}",
-        *places(Tracking.of(config), finetuned.directory, exported.directory, published.directory),
+        *result_lines(
+            Tracking.of(config), finetuned.directory, exported.directory, published.directory
+        ),
     ]
     return "\n".join(lines)
 

@@ -14,11 +14,12 @@ from megacore.hardware import Hardware
 from megacore.jobs.model import LmEvalJob, places
 from megacore.ranks.stages import log_name, run_job
 from megacore.zeroshot.harness import harness_version, metrics_of, task_files
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, build, fresh_scratch, stage_task
 from tasks._devices import devices
+from tasks._monitor import log_tail
 from tasks._stage_runner import StageRunner
 from tasks.convert import convert
-from tasks.evaluate import fresh_scratch, log_tail, read_evaluation
+from tasks.evaluate import read_evaluation
 from tasks.index import RunData
 from tasks.zeroshot import ScoredRun, log_to_run, without_hidden
 

@@ -16,7 +16,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
-from tasks._cache import StageResult, stage_task
+from tasks._cache import StageResult, fresh_scratch, stage_task
 from tasks._checkpoint_models import (
     Datasets,
     log_losses_by_position,
@@ -24,7 +24,7 @@ from tasks._checkpoint_models import (
     log_scores,
 )
 from tasks._mlflow import STORE_ERRORS, Tracking
-from tasks._publication import REPORT, build_publication, places, receipt_problem
+from tasks._publication import REPORT, build_publication, receipt_problem, result_lines
 from tasks._registry import publish_model
 from tasks._stage_runner import numbered
 from tasks.contamination import REPORT as CONTAMINATION
@@ -33,7 +33,6 @@ from tasks.contamination import warnings as contamination_warnings
 from tasks.evaluate import REPORT as EVALUATION
 from tasks.evaluate import (
     evaluation_summary,
-    fresh_scratch,
     log_score,
     measured_data,
     perplexities_of,
@@ -306,6 +305,8 @@ def outcome(
         sample.rstrip(),
         "```",
         "",
-        *places(Tracking.of(config), trained.directory, export.directory, published.directory),
+        *result_lines(
+            Tracking.of(config), trained.directory, export.directory, published.directory
+        ),
     ]
     return "\n".join(lines)

@@ -22,13 +22,14 @@ from megacore.plan.preflight import resolve_launch, unseen_gpus
 from megacore.ranks.stages import log_name, run_job
 from megacore.tokenizer import load_tokenizer
 from megacore.zeroshot.texts import check_passkeys
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, build, fresh_scratch, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
 from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
 from tasks._mlflow_events import Forwarder
+from tasks._monitor import log_tail
 from tasks._stage_runner import StageRunner
-from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
+from tasks.evaluate import Target, unless_deleted
 from tasks.index import RunData
 from tasks.train import precision_of, run_facts
 

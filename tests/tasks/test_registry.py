@@ -14,7 +14,7 @@ from megacore.config import RunConfig
 from megacore.errors import ConversionError
 from tasks._aliases import Measurement, alias_problem, standing
 from tasks._mlflow import RunFacts, Tracking, ensure_run
-from tasks._publication import RECEIPT, mlflow_places, read_receipt, receipt_problem
+from tasks._publication import RECEIPT, mlflow_lines, read_receipt, receipt_problem
 from tasks._registry import publish_model, published_exists
 from tests.tasks.conftest import KilledError
 
@@ -311,7 +311,7 @@ def test_cached_publication_tells_the_alias_and_is_repeated_to_force_it(
     directory.mkdir()
     (directory / RECEIPT).write_text(json.dumps(receipt))
     seal(directory, key, {}, 0.0)
-    assert mlflow_places(tracking, read_receipt(directory))[0] == (
+    assert mlflow_lines(tracking, read_receipt(directory))[0] == (
         "- registered: `models:/gpt2-test.v1/2` (candidate stays version 1, whose test PPL is "
         "lower (77.90 < 80.10))"
     )

@@ -19,7 +19,7 @@ from megacore.artifact import Artifact
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from tasks._plots import SMOOTH_COLOR, Curve
-from tasks._publication import RECEIPT, REPORT, places
+from tasks._publication import RECEIPT, REPORT, result_lines
 from tasks._report import ReportFacts, write_report
 from tasks._report_charts import MOST_POINTS, draw_charts
 from tasks._run_history import RunHistory
@@ -389,9 +389,11 @@ def test_places_name_the_report_and_its_page_in_mlflow(
     )
     receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
     write_json(tmp_path / RECEIPT, receipt)
-    before = places(tracking, tmp_path, tmp_path, tmp_path)
+    before = result_lines(tracking, tmp_path, tmp_path, tmp_path)
     (tmp_path / REPORT).touch()
-    added = [line for line in places(tracking, tmp_path, tmp_path, tmp_path) if line not in before]
+    added = [
+        line for line in result_lines(tracking, tmp_path, tmp_path, tmp_path) if line not in before
+    ]
     expected = [f"- report: `{tmp_path / REPORT}`"]
     if server is not None:
         page = f"{server}/#/experiments/7/runs/abc/artifacts/report/report.html"

@@ -12,7 +12,7 @@ from megacore.errors import ConfigError, LaunchError
 from tasks import _cli, _stage_runner
 from tasks._cli import _refuse_secrets
 from tasks._mlflow import RunFacts, Tracking, ensure_run
-from tasks._publication import mlflow_places
+from tasks._publication import mlflow_lines
 from tests.tasks.conftest import make_config
 
 CANARY = "c4n4ry-0123456789"
@@ -83,7 +83,7 @@ def test_links_to_a_server_hold_no_password(
     tracking = Tracking(Workspace(tmp_path), "pretrain")
     monkeypatch.setitem(vars(tracking), "experiment_id", "7")
     receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
-    lines = mlflow_places(tracking, receipt)
+    lines = mlflow_lines(tracking, receipt)
     assert "all runs by PPL: [pretrain](http://host:5000/#/experiments/7/runs" in lines[2]
     assert CANARY not in "".join(lines)
 
