@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,56 @@ def _damaged(events: Path, end: int, reason: str) -> DataFormatError:
     )
 
 
+class Deliveries:
+    """Deliveries of a run's events in a thread, one at a time, for which the training never waits.
+
+    Attributes:
+        failures: number of failed deliveries in a row.
+        due: time before which no delivery begins, by `time.monotonic`.
+    """
+
+    def __init__(self, name: str, interval: float, pauses: tuple[float, float]) -> None:
+        """Initialize without a thread, which is called `name`.
+
+        Deliveries are at least `interval` seconds apart. After a failure it is the first of
+        `pauses`, which doubles with each further one up to the second.
+        """
+        self.failures = 0
+        self.due = 0.0
+        self._name = name
+        self._interval = interval
+        self._pauses = pauses
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while a delivery is made."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, deliver: Callable[[], None]) -> None:
+        """Begin a delivery, which calls `succeeded` or `failed`. Raises RuntimeError."""
+        thread = threading.Thread(target=deliver, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread  # only one that runs can be waited for
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the delivery, at most `timeout` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def succeeded(self) -> None:
+        """Note that everything was delivered."""
+        self.failures = 0
+        self.due = time.monotonic() + self._interval
+
+    def failed(self) -> None:
+        """Note that a delivery failed, which is repeated later."""
+        first, longest = self._pauses
+        pause = first * 2 ** min(self.failures, _MOST_DOUBLINGS)
+        self.due = time.monotonic() + min(pause, longest)
+        self.failures += 1
+
+
 class Forwarder:
     """Sender of a run directory's events to its MLflow run.
 
@@ -280,17 +330,16 @@ class Forwarder:
         self.directory = run_directory
         self.config = config
         self.facts = facts
-        self._interval = interval
+        self._deliveries = Deliveries(
+            "mlflow-forwarder", interval, (_FIRST_BACKOFF, _LONGEST_BACKOFF)
+        )
         self._events = run_directory / EVENTS_FILE
         self._run_id: str | None = None
         self._offset = 0
         self._seen = SentEvents()
         self._doubt_end = 0
         self._history: dict[str, tuple[range, set[int]]] = {}
-        self._worker: threading.Thread | None = None
         self._error: Exception | None = None
-        self._failures = 0
-        self._due = 0.0
         self._progress = 0.0
         self._closed = False
 
@@ -300,8 +349,12 @@ class Forwarder:
         return self._run_id
 
     def poll(self) -> None:
-        """Start a delivery when one is due; return at once and never raise."""
-        if self._busy() or time.monotonic() < self._due or isinstance(self._error, _FatalError):
+        """Start a delivery when one is due, and return at once.
+
+        Raises RuntimeError when no thread can start now.
+        """
+        waits = self._deliveries.busy or time.monotonic() < self._deliveries.due
+        if waits or isinstance(self._error, _FatalError):
             return
         if self._run_id is None or self._behind():
             self._start()
@@ -325,7 +378,7 @@ class Forwarder:
                 raise self._error
             if self._error is None and self._run_id is not None:
                 return self._run_id
-            pause = self._due - time.monotonic()
+            pause = self._deliveries.due - time.monotonic()
             if time.monotonic() + pause > self._progress + timeout:
                 raise TrackingError(
                     f"the run's events are not all in MLflow: {self._error}"
@@ -339,17 +392,14 @@ class Forwarder:
         return run_id
 
     def _join(self, timeout: float) -> None:
-        while self._worker is not None and self._worker.is_alive():
+        while self._deliveries.busy:
             left = self._progress + timeout - time.monotonic()
             if left <= 0:
                 self._closed = True
                 raise TrackingError(
                     f"MLflow took no events for {timeout:g} s: start again to send the rest"
                 )
-            self._worker.join(left)
-
-    def _busy(self) -> bool:
-        return self._worker is not None and self._worker.is_alive()
+            self._deliveries.join(left)
 
     def _behind(self) -> bool:
         try:
@@ -359,20 +409,17 @@ class Forwarder:
 
     def _start(self) -> None:
         self._closed = False
-        self._worker = threading.Thread(target=self._attempt, name="mlflow-forwarder", daemon=True)
-        self._worker.start()
+        self._deliveries.start(self._attempt)
 
     def _attempt(self) -> None:
         """Deliver once; a failure is stored and sets the time of the next attempt."""
         try:
             self.deliver()
         except STORE_ERRORS as error:
-            if self._failures == 0:
+            if self._deliveries.failures == 0:
                 _log.warning("%s; training continues, its events are sent later", error)
             self._error = error
-            doublings = min(self._failures, _MOST_DOUBLINGS)
-            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**doublings, _LONGEST_BACKOFF)
-            self._failures += 1
+            self._deliveries.failed()
         except Exception as error:  # a thread has no caller: flush raises it
             _log.warning(
                 "MLflow gets no more of the run's events: %s: %s", type(error).__name__, error
@@ -380,8 +427,7 @@ class Forwarder:
             self._error = _FatalError(error)
         else:
             self._error = None
-            self._failures = 0
-            self._due = time.monotonic() + self._interval
+            self._deliveries.succeeded()
 
     def deliver(self) -> None:
         """Send all complete events in this thread. Raises TrackingError.

@@ -8,7 +8,6 @@ waits: deliveries run in a thread, and failed ones are tried again later, with o
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from megacore.errors import TrackingError
 from megacore.observe.events import EventReader
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
-from tasks._mlflow_events import BY_TOKENS, CURVES, SentEvents, points_of
+from tasks._mlflow_events import BY_TOKENS, CURVES, Deliveries, SentEvents, points_of
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -36,7 +35,6 @@ _ROWS = ("step",)
 _INTERVAL = 2.0
 _FIRST_BACKOFF = 5.0
 _LONGEST_BACKOFF = 300.0
-_MOST_DOUBLINGS = 10
 _INIT_TIMEOUT = 60.0
 _FINISH_TIMEOUT = 15.0
 _LONGEST_STOP = 20.0
@@ -72,37 +70,33 @@ class WandbRun:
         self._settings = settings
         self._directory = run_directory
         self._config = config
-        self._interval = interval
+        self._deliveries = Deliveries(
+            "wandb-forwarder", interval, (_FIRST_BACKOFF, _LONGEST_BACKOFF)
+        )
         self._run: Run | None = None
-        self._worker: threading.Thread | None = None
-        self._due = 0.0
-        self._failures = 0
         self._warned = False
         self._restart()
 
     def poll(self) -> None:
-        """Start a delivery when one is due; return at once and never raise."""
-        if not self._busy() and time.monotonic() >= self._due:
-            self._start(self._attempt)
+        """Start a delivery when one is due, and return at once.
+
+        Raises RuntimeError when no thread can start now.
+        """
+        if not self._deliveries.busy and time.monotonic() >= self._deliveries.due:
+            self._deliveries.start(self._attempt)
 
     def finish(self, *, failed: bool = False) -> None:
         """Deliver the last events and end the attempt; wait a limited time and never raise."""
         end = time.monotonic() + _LONGEST_STOP
-        if self._worker is not None:
-            self._worker.join(_LONGEST_STOP)
-        if not self._busy():
-            self._start(lambda: self._finish(failed))
-            assert self._worker is not None
-            self._worker.join(max(0.0, end - time.monotonic()))
-        if self._busy():
+        self._deliveries.join(_LONGEST_STOP)
+        if not self._deliveries.busy:
+            try:
+                self._deliveries.start(lambda: self._finish(failed))
+            except RuntimeError as error:  # no thread can start now
+                self._warn(str(error))
+            self._deliveries.join(max(0.0, end - time.monotonic()))
+        if self._deliveries.busy:
             self._warn("it did not take the last rows in time")
-
-    def _busy(self) -> bool:
-        return self._worker is not None and self._worker.is_alive()
-
-    def _start(self, action: Any) -> None:
-        self._worker = threading.Thread(target=action, name="wandb-forwarder", daemon=True)
-        self._worker.start()
 
     def _restart(self) -> None:
         """Read the events from the beginning: rows that were sent are only counted."""
@@ -115,12 +109,9 @@ class WandbRun:
         except Exception as error:  # tracking must not end a training
             self._warn(f"{type(error).__name__}: {error}")
             self._close(failed=True)
-            doublings = min(self._failures, _MOST_DOUBLINGS)
-            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**doublings, _LONGEST_BACKOFF)
-            self._failures += 1
+            self._deliveries.failed()
         else:
-            self._failures = 0
-            self._due = time.monotonic() + self._interval
+            self._deliveries.succeeded()
 
     def _finish(self, failed: bool) -> None:
         self._attempt()

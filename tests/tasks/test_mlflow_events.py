@@ -327,8 +327,8 @@ def test_flush_retries_and_then_raises(
     log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.step(10)
-    forwarder = make_forwarder()
     monkeypatch.setattr(tasks._mlflow_events, "_FIRST_BACKOFF", 0.05)
+    forwarder = make_forwarder()
     attempts = []
 
     def failing(*_: object) -> str:
@@ -354,9 +354,9 @@ def test_the_pause_stays_finite_after_many_failures(
         raise TrackingError("the server is down")
 
     monkeypatch.setattr(forwarder, "deliver", fail)
-    forwarder._failures = 2000
+    forwarder._deliveries.failures = 2000
     forwarder._attempt()
-    assert 50.0 < forwarder._due - time.monotonic() <= 60.0
+    assert 50.0 < forwarder._deliveries.due - time.monotonic() <= 60.0
 
 
 def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
@@ -635,7 +635,7 @@ def test_poll_never_raises(
     log.step(10)
     forwarder = make_forwarder()
     forwarder.flush()
-    forwarder._due = 0.0
+    forwarder._deliveries.due = 0.0
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")

@@ -207,9 +207,30 @@ def test_the_pause_stays_finite_after_many_failures(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     server.fail = RuntimeError("refused")
     run = sender(run_directory, config)
-    run._failures = 2000
+    run._deliveries.failures = 2000
     run._attempt()
-    assert 290.0 < run._due - time.monotonic() <= 300.0
+    assert 290.0 < run._deliveries.due - time.monotonic() <= 300.0
+
+
+def test_the_end_without_a_thread_is_a_warning(
+    server: Server,
+    run_directory: Path,
+    config: RunConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run = sender(run_directory, config)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        run.poll()  # LiveRun warns, and polls again
+    with caplog.at_level(logging.WARNING, "prefect.megacore"):
+        run.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb: can't start new thread; training continues, and rows are sent later"
+    ]
 
 
 def test_without_a_key_no_run_begins(
