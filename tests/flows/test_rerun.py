@@ -210,6 +210,25 @@ def test_flow_run_retry_reruns_only_the_failed_stage(finished: Bench) -> None:
     assert not [name for name, state in states if state == "Completed" and name != "publish"]
 
 
+def test_stages_are_cached_in_a_moved_workspace(
+    finished: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert finished.pretrain().error is None
+    old, moved = finished.workspace, tmp_path / "moved"
+    old.rename(moved)
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(moved))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{moved / 'mlflow.db'}")
+    try:
+        with temporary_settings({PREFECT_LOCAL_STORAGE_PATH: moved / "prefect" / "results"}):
+            # The last stage writes to MLflow, whose store names its files by their old paths.
+            monkeypatch.setattr("tasks._publication.Forwarder", fail)
+            run = finished.pretrain()
+            assert (run.stages("cached"), run.stages("failed")) == (STAGES[:-1], ["publish"])
+            assert not old.exists()
+    finally:
+        moved.rename(old)
+
+
 @pytest.mark.slow
 def test_more_iterations_extend_the_run(finished: Bench) -> None:
     run = finished.pretrain(train__train_iters=4)
@@ -241,22 +260,3 @@ def test_extension_by_further_epochs_is_cached_afterwards(finished: Bench) -> No
 def test_fewer_iterations_than_trained_are_refused(finished: Bench) -> None:
     run = finished.pretrain(train__train_iters=2)
     assert "train.train_iters is 2" in str(run.error)
-
-
-def test_stages_are_cached_in_a_moved_workspace(
-    finished: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert finished.pretrain().error is None
-    old, moved = finished.workspace, tmp_path / "moved"
-    old.rename(moved)
-    monkeypatch.setenv("MEGACORE_WORKSPACE", str(moved))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{moved / 'mlflow.db'}")
-    try:
-        with temporary_settings({PREFECT_LOCAL_STORAGE_PATH: moved / "prefect" / "results"}):
-            # The last stage writes to MLflow, whose store names its files by their old paths.
-            monkeypatch.setattr("tasks._publication.Forwarder", fail)
-            run = finished.pretrain()
-            assert (run.stages("cached"), run.stages("failed")) == (STAGES[:-1], ["publish"])
-            assert not old.exists()
-    finally:
-        moved.rename(old)
