@@ -13,7 +13,7 @@ from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
 from megacore.ranks import stages
 from tests.cluster._hosts import Hosts
-from tests.launch._processes import environment
+from tests.launch._processes import environment, gloo_job
 from tests.train import _runs
 
 pytest.importorskip("deepspeed")
@@ -31,18 +31,11 @@ def child_pids() -> set[int]:
 
 
 def run(tmp_path: Path, behaviour: str) -> None:
-    config = tmp_path / "run.json"
-    exit_directory = tmp_path / "exit"
-    values = {
-        "behaviour": behaviour,
-        "directory": str(tmp_path),
-        "exit_directory": str(exit_directory),
-    }
-    config.write_text(json.dumps(values))
+    job = gloo_job(tmp_path, behaviour)
     supervise(
-        local_deepspeed_command("tests.launch._gloo_rank", config, 2),
+        local_deepspeed_command("tests.launch._gloo_rank", job, 2),
         log=tmp_path / "log",
-        exit_directory=exit_directory,
+        exit_directory=tmp_path / "exit",
         env={**environment(), **rank_environment(1), "DS_ACCELERATOR": "cpu"},
         stop_grace=3.0,
         timeout=120,

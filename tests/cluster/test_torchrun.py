@@ -1,6 +1,5 @@
 """Real torchrun under the real guard."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,22 +10,15 @@ from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
-from tests.launch._processes import environment
+from tests.launch._processes import environment, gloo_job
 
 
 def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
-    config = tmp_path / "run.json"
-    exit_directory = tmp_path / "exit"
-    values = {
-        "behaviour": behaviour,
-        "directory": str(tmp_path),
-        "exit_directory": str(exit_directory),
-    }
-    config.write_text(json.dumps(values))
+    job = gloo_job(tmp_path, behaviour)
     supervise(
-        local_torchrun_command("tests.launch._gloo_rank", config, ranks),
+        local_torchrun_command("tests.launch._gloo_rank", job, ranks),
         log=tmp_path / "log",
-        exit_directory=exit_directory,
+        exit_directory=tmp_path / "exit",
         env={**environment(), **rank_environment(1)},
         stop_grace=3.0,
         timeout=90,

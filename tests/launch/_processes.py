@@ -1,5 +1,6 @@
 """Helpers that start fake ranks and observe the processes of a job."""
 
+import json
 import os
 import sys
 import time
@@ -18,6 +19,18 @@ def environment() -> dict[str, str]:
 def fake_ranks(directory: Path, behaviour: str, ranks: int = 2) -> list[str]:
     """Return the command that starts fake ranks."""
     return [sys.executable, FAKE_RANKS, str(directory), behaviour, str(ranks)]
+
+
+def gloo_job(directory: Path, behaviour: str) -> Path:
+    """Write the job of the ranks of `tests.launch._gloo_rank` and return its path."""
+    values = {
+        "behaviour": behaviour,
+        "directory": str(directory),
+        "exit_directory": str(directory / "exit"),
+    }
+    path = directory / "run.json"
+    path.write_text(json.dumps(values))
+    return path
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
