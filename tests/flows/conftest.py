@@ -1,13 +1,17 @@
 """Prefect server, workspace, tiny corpus and short configuration of all flow tests."""
 
-import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from tasks._stage_runner import StageRunner
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +75,41 @@ def tiny_config(corpus: Path) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def use_workspace(root: Path, store: Path) -> Iterator[None]:
+    """Let the flows of the body use the workspace `root` with a copy of an empty MLflow store.
+
+    The Prefect server is the session's.
+    """
+    root.mkdir(exist_ok=True)
+    shutil.copy(store, root / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGACORE_WORKSPACE", str(root))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        yield
+
+
+@contextmanager
+def on_report(call: "Callable[[StageRunner[Any]], object]") -> Iterator[None]:
+    """Call a function with the runner of each flow that ends in the body, before its report."""
+    from tasks._stage_runner import StageRunner
+
+    report = StageRunner._report
+
+    def call_and_report(runner: StageRunner[Any]) -> None:
+        call(runner)
+        report(runner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageRunner, "_report", call_and_report)
+        yield
+
+
+def outcomes(runner: "StageRunner[Any]") -> dict[str, str]:
+    """Return the outcome of each stage, in order."""
+    return {row.stage: row.outcome for row in runner.rows}
+
+
 @dataclass
 class FlowRun:
     """Outcomes of the stages of one run of `pretrain`."""
@@ -95,12 +134,9 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Provide a workspace with Prefect's temporary server and results in it."""
     root = tmp_path_factory.mktemp("workspace")
-    saved = {name: os.environ.get(name) for name in ("MEGACORE_WORKSPACE", "MLFLOW_TRACKING_URI")}
-    os.environ["MEGACORE_WORKSPACE"] = str(root)
-    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{root / 'mlflow.db'}"
     from prefect.settings import (
         PREFECT_LOCAL_STORAGE_PATH,
         PREFECT_SERVER_ANALYTICS_ENABLED,
@@ -112,10 +148,20 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         PREFECT_LOCAL_STORAGE_PATH: root / "prefect" / "results",
         PREFECT_SERVER_ANALYTICS_ENABLED: False,
     }
-    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=120):
+    with (
+        use_workspace(root, empty_store),
+        temporary_settings(settings),
+        prefect_test_harness(server_startup_timeout=120),
+    ):
         yield root
-    for name, value in saved.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture
+def separate_workspace(workspace: Path, empty_store: Path, tmp_path: Path) -> Iterator[Path]:
+    """Provide a workspace for one test, on the session's server."""
+    root = tmp_path / "workspace"
+    with use_workspace(root, empty_store):
+        yield root
 
 
 @pytest.fixture(scope="module")
@@ -142,22 +188,18 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
     from flows.pretrain import pretrain
     from megacore.ranks import stages
-    from tasks import _stage_runner
     from tests.flows import _warm_ranks
 
     def run(**overrides: Any) -> FlowRun:
         result = FlowRun()
-        report = _stage_runner.StageRunner._report
 
-        def remember(pipeline: _stage_runner.StageRunner) -> None:
-            result.outcomes = {row.stage: row.outcome for row in pipeline.rows}
-            report(pipeline)
+        def remember(runner: "StageRunner[Any]") -> None:
+            result.outcomes = outcomes(runner)
 
         def remember_run(flow: Any, flow_run: Any, state: Any) -> None:
             result.flow_run_id = str(flow_run.id)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_stage_runner.StageRunner, "_report", remember)
+        with on_report(remember), pytest.MonkeyPatch.context() as patch:
             patch.setattr(pretrain, "on_failure_hooks", [remember_run])
             patch.setattr(stages, "supervise", _warm_ranks.supervise)
             try:

@@ -1,7 +1,6 @@
 """Small configurations of each family through the whole flow, on the standard library's source."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from megacore.artifact import Workspace
-from tasks import _stage_runner
+from tests.flows import conftest
 
 SHORT = {
     "data.source.pattern": "[ab]*.py",
@@ -44,15 +43,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 def separate_workspace(
     workspace: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Provide a workspace next to the session's, whose tests count its contents.
-
-    The Prefect server is the session's.
-    """
+    """Provide a workspace for all tests of this file; other files count the session's content."""
     root = tmp_path_factory.mktemp("families")
-    shutil.copy(empty_store, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGACORE_WORKSPACE", str(root))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+    with conftest.use_workspace(root, empty_store):
         yield root
 
 
@@ -64,14 +57,7 @@ def trained(
     from flows.pretrain import pretrain
 
     rows: dict[str, str] = {}
-    report = _stage_runner.StageRunner._report
-
-    def remember(pipeline: _stage_runner.StageRunner) -> None:
-        rows.update({row.stage: row.outcome for row in pipeline.rows})
-        report(pipeline)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_stage_runner.StageRunner, "_report", remember)
+    with conftest.on_report(lambda runner: rows.update(conftest.outcomes(runner))):
         pretrain(request.param, SHORT)
     runs = Workspace(separate_workspace).folder("train")
     (directory,) = [

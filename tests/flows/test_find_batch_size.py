@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tasks._stage_runner import StageRunner
 from tests.finetune._tiny_models import TASKS, write_data, write_model
+from tests.flows.conftest import on_report, outcomes
 
 METHODS = ["ddp", "zero2"]
 
@@ -40,42 +42,33 @@ def write_conf(root: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_distributions_are_compared_and_cached(
-    workspace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from flows.finetune import finetune
-    from tasks import _stage_runner
 
-    pipelines: list[_stage_runner.StageRunner[Any]] = []
-    report = _stage_runner.StageRunner._report
-
-    def remember(pipeline: _stage_runner.StageRunner[Any]) -> None:
-        pipelines.append(pipeline)
-        report(pipeline)
-
-    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
+    runners: list[StageRunner[Any]] = []
     conf = write_conf(tmp_path)
-    for _ in range(2):
-        finetune(str(conf), find_batch_size=True)
-    first, second = pipelines
+    with on_report(runners.append):
+        for _ in range(2):
+            finetune(str(conf), find_batch_size=True)
+    first, second = runners
     stages = ["pretrained", "dataset", "examples", "find-batch-size", "find-batch-size 2"]
-    assert {row.stage: row.outcome for row in first.rows} == dict.fromkeys(stages, "ran")
-    assert {row.stage: row.outcome for row in second.rows} == dict.fromkeys(stages, "cached")
+    assert outcomes(first) == dict.fromkeys(stages, "ran")
+    assert outcomes(second) == dict.fromkeys(stages, "cached")
     assert second.summary == first.summary
     capsys.readouterr()
-    finetune(
-        str(conf),
-        {"find_batch_size.methods": [*METHODS, "zero3"]},
-        dry_run=True,
-        find_batch_size=True,
-    )
+    with on_report(runners.append):
+        finetune(
+            str(conf),
+            {"find_batch_size.methods": [*METHODS, "zero3"]},
+            dry_run=True,
+            find_batch_size=True,
+        )
     planned = capsys.readouterr().out
     assert planned.count("cached") == len(stages)
     assert "find-batch-size 3" in planned
     assert "ddp, zero2, zero3 are compared, with 1 CPU rank" in planned
-    assert len(pipelines) == 2, "a dry run runs nothing"
+    assert len(runners) == 2, "a dry run runs nothing"
 
     table = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -20,7 +20,7 @@ import yaml
 
 from megacore.errors import ConfigError, DataFormatError
 from tests.finetune._tiny_models import word_rows, write_model, write_rows
-from tests.flows.conftest import ROOT, server_environment
+from tests.flows.conftest import ROOT, on_report, outcomes, server_environment, use_workspace
 from tests.flows.test_supervision import wait_for
 
 STAGES = ["pretrained", "dataset", "examples", "finetune", "finetune-export", "finetune-publish"]
@@ -40,17 +40,11 @@ class Place:
     def finetune(self, **overrides: Any) -> None:
         """Run the flow and record the outcome of each stage."""
         from flows.finetune import finetune
-        from tasks import _stage_runner
 
-        report = _stage_runner.StageRunner._report
+        def remember(runner: Any) -> None:
+            self.outcomes, self.summary = outcomes(runner), runner.summary
 
-        def remember(pipeline: Any) -> None:
-            self.outcomes = {row.stage: row.outcome for row in pipeline.rows}
-            self.summary = pipeline.summary
-            report(pipeline)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_stage_runner.StageRunner, "_report", remember)
+        with on_report(remember):
             finetune(
                 str(self.conf), {key.replace("__", "."): value for key, value in overrides.items()}
             )
@@ -84,7 +78,6 @@ def place(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("finetune")
-    shutil.copy(empty_store, root / "mlflow.db")
     data = tmp_path_factory.mktemp("finetune-data")
     write_rows(data / "train.jsonl", word_rows(96, 1))
     write_rows(data / "valid.jsonl", word_rows(40, 2))
@@ -112,9 +105,7 @@ def place(
     }
     conf = data / "tiny-words.yaml"
     conf.write_text(yaml.safe_dump(config), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGACORE_WORKSPACE", str(root))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+    with use_workspace(root, empty_store):
         yield Place(root, conf, data / "export")
 
 

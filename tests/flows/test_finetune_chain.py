@@ -1,8 +1,6 @@
 """Pretraining of BERT and fine-tuning, compared with fine-tuning from random weights."""
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +22,6 @@ PRETRAINING: dict[str, Any] = {
     "export.parity_samples": 2,
     "train.micro_batch_size": 64,
 } | ONE_RANK
-
-
-@pytest.fixture
-def separate_workspace(workspace: Path, empty_store: Path, tmp_path: Path) -> Iterator[Path]:
-    """Provide a separate workspace; the Prefect server is the session's."""
-    root = tmp_path / "workspace"
-    root.mkdir()
-    shutil.copy(empty_store, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGACORE_WORKSPACE", str(root))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
-        yield root
 
 
 def accuracy(root: Path, *, random_weights: bool) -> float:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megacore.artifact import Workspace
 from megacore.cli import app
 from megacore.config import load_config
-from tasks import _stage_runner
+from tests.flows.conftest import on_report, outcomes
 
 WORDS = """
 old young quiet clever tired honest hungry curious cheerful careful proud lonely generous stubborn
@@ -58,23 +58,13 @@ def story(characters: int) -> str:
 @pytest.mark.timeout(500)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_text_file_becomes_a_registered_model(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    separate_workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
 
     from flows.pretrain import pretrain
 
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    outcomes: dict[str, str] = {}
-    report = _stage_runner.StageRunner._report
-
-    def remember(pipeline: _stage_runner.StageRunner) -> None:
-        outcomes.update({row.stage: row.outcome for row in pipeline.rows})
-        report(pipeline)
-
-    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
+    rows: dict[str, str] = {}
     monkeypatch.chdir(tmp_path)
     Path("Village.txt").write_text(story(80_000), encoding="utf-8")
 
@@ -82,11 +72,12 @@ def test_a_text_file_becomes_a_registered_model(
     assert started.exit_code == 0, started.output
     named = re.search(r"--conf (\S+)$", started.output)
     assert named is not None, started.output
-    pretrain(named[1], SHORT)
+    with on_report(lambda runner: rows.update(outcomes(runner))):
+        pretrain(named[1], SHORT)
 
-    assert set(outcomes.values()) == {"ran"}
-    assert list(outcomes)[-2:] == ["convert", "publish"]
-    client = MlflowClient(uri)
+    assert set(rows.values()) == {"ran"}
+    assert list(rows)[-2:] == ["convert", "publish"]
+    client = MlflowClient(f"sqlite:///{separate_workspace / 'mlflow.db'}")
     version = client.get_model_version_by_alias("village", "candidate")
     (model,) = Workspace.of().folder("convert").glob("*/model")
     assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
@@ -98,7 +89,7 @@ def test_a_text_file_becomes_a_registered_model(
         assert 1 < run.data.metrics[metric] < 10 * vocab_size, metric
         assert math.isfinite(run.data.metrics[metric])
 
-    listed = CliRunner().invoke(app, ["runs", "--workspace", str(tmp_path / "workspace")])
+    listed = CliRunner().invoke(app, ["runs", "--workspace", str(separate_workspace)])
     assert listed.exit_code == 0, listed.output
     (row,) = (line for line in listed.output.splitlines() if "village" in line)
     assert "6/6" in row

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from megacore.inspect.provenance import find_origins, read_document
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from megacore.tokenizer import tokenize as shards
-from tasks import _stage_runner
+from tasks._stage_runner import StageRunner
 from tasks.curate import curation_metrics
 from tests.flows import _warm_ranks
-from tests.flows.conftest import tiny_config
+from tests.flows.conftest import on_report, outcomes, tiny_config
 
 Rows = dict[str, str]
 
@@ -48,18 +48,16 @@ def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """Return the outcome of each stage of the last run."""
-    outcomes: Rows = {}
-    report = _stage_runner.StageRunner._report
+def rows() -> Iterator[Rows]:
+    """Provide the outcome of each stage of the last run."""
+    rows: Rows = {}
 
-    def remember(pipeline: _stage_runner.StageRunner) -> None:
-        outcomes.clear()
-        outcomes.update({row.stage: row.outcome for row in pipeline.rows})
-        report(pipeline)
+    def remember(runner: StageRunner[Any]) -> None:
+        rows.clear()
+        rows.update(outcomes(runner))
 
-    monkeypatch.setattr(_stage_runner.StageRunner, "_report", remember)
-    return outcomes
+    with on_report(remember):
+        yield rows
 
 
 def source(place: Path, name: str, documents: int, size: int = 200) -> dict[str, Any]:

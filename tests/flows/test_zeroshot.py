@@ -9,7 +9,7 @@ import pytest
 from megacore.artifact import Workspace, open_artifact
 from megacore.zeroshot.harness import metrics_of
 from tasks import _stage_runner
-from tests.flows.conftest import Bench
+from tests.flows.conftest import Bench, on_report, outcomes
 from tests.zeroshot import _texts
 from tests.zeroshot.test_harness import write_task
 
@@ -108,18 +108,12 @@ def test_copied_text_is_not_scored_again(bench: Bench, texts: Path, tmp_path: Pa
 def test_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
     from flows.evaluate import evaluate
 
-    stages: list[list[str]] = []
-    report = _stage_runner.StageRunner._report
-    with pytest.MonkeyPatch.context() as patch:
-
-        def remember(pipeline: _stage_runner.StageRunner) -> None:
-            stages.append([f"{row.stage} {row.outcome}" for row in pipeline.rows[-3:]])
-            report(pipeline)
-
-        patch.setattr(_stage_runner.StageRunner, "_report", remember)
-        overrides = {key.replace("__", "."): value for key, value in values(texts).items()}
+    runs: list[dict[str, str]] = []
+    overrides = {key.replace("__", "."): value for key, value in values(texts).items()}
+    with on_report(lambda runner: runs.append(outcomes(runner))):
         evaluate(str(bench.conf), overrides)
-    assert stages == [["evaluate cached", *(f"{stage} cached" for stage in STAGES)]]
+    (rows,) = runs
+    assert list(rows.items())[-3:] == [(stage, "cached") for stage in ("evaluate", *STAGES)]
 
 
 def test_missing_text_is_refused_before_any_stage_runs(bench: Bench, tmp_path: Path) -> None:
