@@ -3,6 +3,7 @@
 The source is local files or a data set of the Hugging Face hub.
 """
 
+import csv
 import glob
 import json
 import re
@@ -18,6 +19,7 @@ from megacore.corpus.documents import SourceFile
 from megacore.corpus.formats import decompress, file_format_of, lines
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
+from megacore.foreign.files import shortened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,6 +208,8 @@ _COMPRESSED = (".gz", ".zst")
 _ROW_BYTES = 10**9
 """Maximum size of a row of JSON Lines; `datasets` holds it in memory several times."""
 _ADVICE = "shorten or split the row"
+_ENDED = re.compile(r"[^\r]+\r?|\r")
+"""Line of a .csv file, which may end with only a carriage return."""
 _SHOWN = 80
 _NO_ROWS = "corresponds to no data"
 """Part of the message that `datasets` raises for files without rows."""
@@ -227,6 +231,9 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
+        if _READERS[suffix][0] == "csv":
+            _check_csv(path, _READERS[suffix][1].get("delimiter", ","))
+            continue
         for number, part in enumerate(_content(path, suffix), 1):
             if _is_json(suffix):
                 if _is_unsafe(part, number, suffix):
@@ -269,6 +276,61 @@ def _is_unsafe(line: bytes, number: int, suffix: str) -> bool:
 
 def _is_json(suffix: str) -> bool:
     return _READERS[suffix][0] == "json"
+
+
+def _check_csv(path: Path, delimiter: str) -> None:
+    """Raise DataFormatError, with the line, for a file that `datasets` would read otherwise.
+
+    It takes the first fields of rows with more fields than the header as names of the rows, ends
+    a quoted field at any later quote, and renames the second of two columns of one name.
+    """
+    limit = csv.field_size_limit(_ROW_BYTES)
+    rows = csv.reader(_csv_lines(path), delimiter=delimiter, strict=True)
+    columns, start = None, 1
+    try:
+        for row in rows:
+            if columns is None and row:
+                columns = row
+                _check_header(path, start, columns)
+            if columns is not None and len(row) > len(columns):
+                raise DataFormatError(
+                    f"{path}, line {start}: {len(row)} fields, but the header has {len(columns)} "
+                    f"({shortened(delimiter.join(columns))}): put a field with {delimiter!r} in "
+                    "double quotes, or name each column"
+                )
+            start = rows.line_num + 1
+    except csv.Error as error:
+        raise DataFormatError(
+            f"{path}, line {start}: {str(error).expandtabs(1)}: a field that begins with a double "
+            "quote ends with the next single one, so write it in double quotes as a whole, and its "
+            "own quotes twice"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_header(path: Path, line: int, columns: list[str]) -> None:
+    twice = next((name for name in columns if name and columns.count(name) > 1), None)
+    if twice is not None:
+        raise DataFormatError(
+            f"{path}, line {line}: two columns have the name {twice!r}: rename or remove one"
+        )
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines(path, _ROW_BYTES, _ADVICE), 1):
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise DataFormatError(
+                f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}): convert "
+                "the file to UTF-8"
+            ) from error
+        if number == 1 and "\0" in text:
+            raise DataFormatError(
+                f"{path}, line 1: it has zero bytes, as UTF-16 does: convert the file to UTF-8"
+            )
+        yield from _ENDED.findall(text) or ("",)
 
 
 def _load_times_as_text(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":

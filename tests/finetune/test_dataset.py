@@ -289,8 +289,26 @@ def test_missing_data_set_is_refused(tmp_path: Path) -> None:
         (
             "bad.csv",
             b"sentence1,sentence2,label\na,b,1\nc,d,1,2,3\n",
-            r"/bad\.csv cannot be read as \.csv: .*line 3",
+            r"/bad\.csv, line 3: 5 fields, but the header has 3 \(sentence1,sentence2,label\)",
         ),
+        (
+            "bad.csv",
+            b"sentence1\na cat, a dog\na bird, a fish\n",
+            r"/bad\.csv, line 2: 2 fields, but the header has 1 \(sentence1\): put a field",
+        ),
+        (
+            "bad.tsv",
+            b'sentence1\tlabel\na\t0\n"b\t0\nc\t1\nd" e\t1\n',
+            r"/bad\.tsv, line 3: .* expected after '\"': a field that begins with a double quote",
+        ),
+        ("bad.csv", b'a,b\nx,1\n"y,1\nz,1\n', r"/bad\.csv, line 3: unexpected end of data"),
+        ("bad.csv", b"a,label,label\nx,0,1\n", r"line 1: two columns have the name 'label'"),
+        (
+            "bad.csv.gz",
+            gzip.compress("a,b\nx,1\ncaf\xe9,1\n".encode("latin-1"), mtime=0),
+            r"/bad\.csv\.gz, line 3: not UTF-8 \(.* at byte 3\): convert the file to UTF-8",
+        ),
+        ("bad.csv", "a,b\nx,1\n".encode("utf-16-le"), r"line 1: it has zero bytes, as UTF-16 does"),
         ("bad.csv", b"only,two\n1,2\n", r"good\.csv, .*bad\.csv cannot be read as \.csv"),
         ("bad.jsonl", b"", r"bad\.jsonl is empty: remove it from data\.source\.train"),
         (
@@ -314,6 +332,12 @@ def test_missing_data_set_is_refused(tmp_path: Path) -> None:
         "not utf-8",
         "null",
         "columns of a row",
+        "commas in texts",
+        "quotes within a field",
+        "open quote",
+        "two columns of a name",
+        "latin-1",
+        "utf-16",
         "other columns",
         "empty",
         "cut",
@@ -329,6 +353,16 @@ def test_damaged_file_is_refused(name: str, content: bytes, message: str, tmp_pa
     source = {"kind": "files", "train": [str(good), str(tmp_path / name)]}
     with pytest.raises(DataFormatError, match=message):
         collect(FinetuneDataConfig.model_validate({"source": source, "valid_share": 0.5}), tmp_path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_quotes_and_line_ends_of_csv_are_read(end: str, tmp_path: Path) -> None:
+    lines = ["text,label", "", f'"a, ""b""{end}c",1', 'the 5" pipe\u2028,2', ",3", ""]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(end.join(lines).encode())
+    rows = dataset.read_files([path], "train", tmp_path)
+    assert rows["text"] == [f'a, "b"{end}c', 'the 5" pipe\u2028', None]
+    assert rows["label"] == [1, 2, 3]
 
 
 def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
