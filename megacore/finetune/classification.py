@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HIDDEN = -1
+_LARGEST = torch.finfo(torch.float32).max
+"""Largest value of a regression's labels, which the model reads in fp32."""
 _SHOWN = 10
 """Number of classes that a message lists."""
 
@@ -86,7 +88,7 @@ def _numbers(values: Sequence[Any], split: str, column: str) -> list[float]:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
+            or not abs(value) <= _LARGEST
         ):
             raise DataFormatError(
                 f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, "

@@ -44,7 +44,8 @@ def classification_metrics(
     """Compute the named metrics over all predictions of a split.
 
     With two classes f1 is that of class 1, as in GLUE, otherwise the mean over the classes that
-    occur in labels or predictions (macro). A correlation with constant predictions or labels is 0.
+    occur in labels or predictions (macro). A correlation with constant predictions or labels is 0;
+    predictions in bf16 or fp16 that differ by less than their type distinguishes are equal.
     """
     return {name: _classification(name, predictions, labels, classes) for name in names}
 

@@ -295,6 +295,20 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
     return losses.view_as(labels).sum(1), (labels != IGNORED).sum(1)
 
 
+def batch_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of a batch with labels.
+
+    That of a regression is computed here in fp32: within the model, DeepSpeed and FSDP round its
+    labels to the type of the weights, in bf16 2010.4 to 2008.
+    """
+    labels = batch[LABELS]
+    if not labels.is_floating_point():
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+    predictions = model(**without_labels(batch)).logits.float().squeeze(-1)
+    return torch.nn.functional.mse_loss(predictions, labels)
+
+
 def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch that are inputs of the model."""
     return {name: tensor for name, tensor in batch.items() if name != LABELS}
@@ -431,7 +445,7 @@ def sample_losses(
             batch = {
                 name: tensor.to(device) for name, tensor in task.collate([rows[number]]).items()
             }
-            losses.append(float(model(**batch).loss))
+            losses.append(float(batch_loss(model, batch)))
     return losses
 
 

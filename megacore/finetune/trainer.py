@@ -18,9 +18,10 @@ from megacore.finetune.distribution import (
     choose_fsdp_layers,
     training_arguments,
 )
+from megacore.finetune.examples import LABELS
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.resolve import Schedule
-from megacore.finetune.task import FinetuneTask, rows_of, token_count
+from megacore.finetune.task import FinetuneTask, batch_loss, rows_of, token_count
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -140,6 +141,17 @@ class StepTrainer(Trainer):
         self._tokens.append(token_count(inputs))
         with _no_scale_left(self._config):
             return super().training_step(model, inputs, *values, **named)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a batch to the device; labels stay fp32, which DeepSpeed's types would round."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return prepared | {LABELS: inputs[LABELS].to(self.args.device)}
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any
+    ) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        return batch_loss(model, inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Report an optimizer step to `after_step`.

@@ -38,10 +38,12 @@ DISTRIBUTED = {
     "blenderbot": ("ddp", "zero2", "zero3"),
     "xlnet": ("ddp", "zero2"),
     "head": ("ddp", "zero3"),
+    "regression": ("ddp", "zero2", "fsdp"),
 }
 """Distributions of each real model.
 
-`head` is a DeBERTa with a trained head of three classes, which is replaced.
+`head` is a DeBERTa with a trained head of three classes, which is replaced; `regression` is a BERT
+that learns years in bf16, which has no numbers between 2008 and 2016.
 """
 
 
@@ -50,8 +52,14 @@ def real_config(root: Path, model: str) -> FinetuneConfig:
     kind = "seq2seq" if model == "blenderbot" else "classification"
     options = {"new_head": True} if model == "head" else {}
     directory = root / model / "model"
+    years = model == "regression"
     return _tiny_models.tiny_config(
-        directory, root / model, kind, model={"path": str(directory), **options}
+        directory,
+        root / model,
+        kind,
+        model={"path": str(directory), **options},
+        task={"regression": True} if years else {},
+        train={"precision": "bf16", "max_steps": 2} if years else {},
     )
 
 
@@ -59,7 +67,7 @@ def write_real(root: Path, model: str) -> None:
     """Write all files that `_real` reads."""
     configuration = real_config(root, model)
     directory = _tiny_models.write_model(
-        Path(configuration.model.path), "deberta" if model == "head" else model
+        Path(configuration.model.path), {"head": "deberta", "regression": "bert"}.get(model, model)
     )
     if model == "head":
         from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
@@ -67,6 +75,11 @@ def write_real(root: Path, model: str) -> None:
         trained = DebertaV2Config.from_pretrained(directory, num_labels=3)
         DebertaV2ForSequenceClassification(trained).save_pretrained(directory)
     _tiny_models.write_data(root / model, configuration.task.kind)
+    if model == "regression":
+        for split in ("train", "valid"):
+            rows = _tiny_models.pair_rows(24)
+            years = [row | {"label": 2010 + row["label"]} for row in rows]
+            _tiny_models.write_rows(root / model / f"{split}.jsonl", years)
     _tiny_models.prepare(configuration, root / model / "stages")
 
 

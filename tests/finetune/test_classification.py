@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features
 from megacore.config.finetune_task import ClassificationConfig, classification_settings
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.classification import ClassificationTask, read_labels
-from megacore.finetune.task import build_task
+from megacore.finetune.task import batch_loss, build_task
 from tests.finetune._tiny_models import (
     learn,
     pair_rows,
@@ -125,6 +126,15 @@ def test_scores_equal_a_computation_by_hand(deberta: Path, accelerator: Any) -> 
     assert metrics["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(sum(right) / 9)
     assert set(metrics) == {"loss", "accuracy", "f1"}
+
+
+def test_loss_of_a_regression_is_computed_in_fp32() -> None:
+    def model(**inputs: torch.Tensor) -> Any:
+        assert inputs.keys() == {"input_ids"}
+        return SimpleNamespace(logits=torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16))
+
+    batch = {"input_ids": torch.ones(2, 3), "labels": torch.tensor([2010.5, 2011.25])}
+    assert batch_loss(model, batch) == pytest.approx((2009.5**2 + 2009.25**2) / 2, rel=1e-6)
 
 
 def test_largest_rows_have_the_maximum_length(deberta: Path) -> None:
@@ -426,6 +436,7 @@ def test_regression_reads_numbers() -> None:
         ),
         (["0.5", "1"], None, {"regression": True}, r"has '0\.5' .*but the task predicts numbers"),
         ([0.5, float("nan")], None, {"regression": True}, r"row 1 of the train split has no value"),
+        ([0.5, 1e39], None, {"regression": True}, r"row 1 of the train split has 1e\+39 .*repair"),
     ],
 )
 def test_unexpected_labels_are_refused(

@@ -90,6 +90,18 @@ def test_distributions_train_real_tasks_like_ddp(
 
 
 @SLOW
+@pytest.mark.parametrize("kind", ["zero2", "fsdp"])
+def test_labels_of_a_regression_are_not_rounded_to_the_type_of_the_weights(
+    rank_results: list[dict[str, Any]], kind: str
+) -> None:
+    """The first predictions are near 0, so that the loss is the mean square of the labels."""
+    ddp, other = rank_results[0]["regression ddp"], rank_results[0][f"regression {kind}"]
+    assert other["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+    # Labels of 2008, which bf16 makes of 2010 and 2011, have a mean square of 4,032,064.
+    assert other["losses"][0] == pytest.approx(2010.5**2, rel=5e-4)
+
+
+@SLOW
 def test_unused_weights_are_allowed(rank_results: list[dict[str, Any]]) -> None:
     """XLNet has weights for masks and segments that no loss depends on."""
     assert len(rank_results[0]["xlnet ddp"]["losses"]) == 3
