@@ -43,6 +43,7 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
 
     directory = pretrained_directory / MODEL_DIRECTORY
     refuse_remote_code(model.path, directory)
+    refuse_quantized(model.path, directory)
     return _loaded(
         model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_LOCAL_ONLY)
     )
@@ -97,6 +98,34 @@ def refuse_remote_code(path: str, directory: Path) -> None:
         f"model.path {path} has model_type {kind!r} in its {CONFIG_NAME}, which transformers does "
         "not know: give a model whose class it has"
     )
+
+
+def refuse_quantized(path: str, directory: Path) -> None:
+    """Raise ConfigError for a model with quantized weights, which no optimizer can change.
+
+    transformers reads 8-bit weights without a word, and ignores their scales if config.json names
+    none. `path` is the model's name in error messages.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    advice = "give the model's version before quantization"
+    kind = _config_values(path, directory).get("quantization_config")
+    if kind is not None:
+        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        raise ConfigError(
+            f"model.path {path} has a quantization_config of {method!r} in its {CONFIG_NAME}, and "
+            f"quantized weights cannot be trained: {advice}"
+        )
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with access_errors(file), safe_open(file, "pt") as tensors:
+                names = tensors.keys()
+                types = {name: tensors.get_slice(name).get_dtype() for name in names}
+        except SafetensorError:
+            continue  # reported when the weights are loaded
+        for name, dtype in types.items():
+            if dtype.startswith(("F8", "F4")):
+                raise ConfigError(f"model.path {path} has {name} in {dtype}, quantized: {advice}")
 
 
 def read_tokenizer(
@@ -311,6 +340,7 @@ def collect_pretrained(
         convert_torch_weights(model.path, source, torch_files, target)
         lineage["converted"] = {name: file_digest(source / name) for name in torch_files}
     refuse_remote_code(model.path, target)
+    refuse_quantized(model.path, target)
     lineage["files"] = pretrained_digests(target, weights=weights)
     write_json(directory / LINEAGE_NAME, lineage)
     sizes = [path.stat().st_size for path in target.iterdir()]
@@ -384,6 +414,11 @@ def convert_torch_weights(path: str, source: Path, files: Sequence[str], target:
     for name, tensor in _tensors(path, source, names):
         shapes[name] = tuple(tensor.shape)
         kinds.add(tensor.dtype)
+        if tensor.dtype.itemsize == 1:
+            raise ConfigError(
+                f"model.path {path} has {name} in {tensor.dtype}, quantized: give the model's "
+                "version before quantization"
+            )
     if not shapes:
         raise ConfigError(
             f"model.path {path} has no weights in {', '.join(names)}: give a whole model"

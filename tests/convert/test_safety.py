@@ -155,14 +155,19 @@ def test_a_tensor_that_is_not_dense_is_refused_by_name(
         load_inert(tmp_path / "model_optim_rng.pt")
 
 
-def test_weights_that_are_integers_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_of_integers_or_8_bits_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     shapes = FORMS["gpt2"].key_map(read_spec(HfConfig.read(tmp_path))[1]).their_shapes
     weights = {name: torch.ones(shape) for name, shape in shapes.items()}
-    weights["transformer.wpe.weight"] = torch.ones(16, 8).long()
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConversionError, match=r"wpe.weight is of torch.int64, where weights are"):
-        dict(open_hf(tmp_path).tensors)
+    for dtype, problem in (
+        (torch.int64, "where weights are"),
+        (torch.float8_e4m3fn, "without scales, so its values are rounded to 8 bits"),
+        (torch.float8_e5m2, "without scales"),
+    ):
+        weights["transformer.wpe.weight"] = torch.ones(16, 8).to(dtype)
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ConversionError, match=rf"wpe.weight is of {dtype}.* {problem}"):
+            dict(open_hf(tmp_path).tensors)
 
 
 @pytest.mark.parametrize(

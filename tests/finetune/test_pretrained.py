@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megacore.artifact.manifest import Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
@@ -261,6 +261,22 @@ def test_code_of_a_model_is_never_run(model: Path, tmp_path: Path) -> None:
     ):
         collect(other, tmp_path, random_weights=True)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("form", ["config", "safetensors", "torch"])
+def test_quantized_weights_are_refused(form: str, model: Path, tmp_path: Path) -> None:
+    quantization = {"quantization_config": {"quant_method": "fp8"}} if form == "config" else {}
+    directory = copy_without_weights(model, tmp_path / "quantized", quantization)
+    weights = load_file(model / "model.safetensors")
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    if form == "torch":
+        torch.save(weights, directory / "pytorch_model.bin")
+    else:
+        save_file(weights, directory / "model.safetensors")
+    message = "a quantization_config of 'fp8'" if form == "config" else f"{name} in .*, quantized"
+    with pytest.raises(ConfigError, match=rf"model.path .* has {message}"):
+        collect(directory, tmp_path)
 
 
 def test_unknown_model_type_is_refused(model: Path, tmp_path: Path) -> None:

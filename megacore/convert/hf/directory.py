@@ -134,6 +134,12 @@ class HfTensors(LazyTensors):
                 f"{self.directory}: {name} is of {tensor.dtype}, where weights are floating-point "
                 "numbers: save the model without quantization"
             )
+        if tensor.dtype.itemsize == 1:
+            raise ConversionError(
+                f"{self.directory}: {name} is of {tensor.dtype} without scales, so its values are "
+                "rounded to 8 bits or their scales are lost: give the model's version in fp32, "
+                "bf16 or fp16"
+            )
         return tensor
 
 
