@@ -32,7 +32,7 @@ def convert_key(
     that the run continues from, or of the tokenizer.
     """
     chosen = {"checkpoint": checkpoint or evaluation.counts["best"]}
-    named = _begin_and_ends(config, trained, data)
+    named = _named_tokens(config, trained, data)
     parameters = key_parameters(config, "convert", chosen | named)
     version = stages.CONVERT_VERSION
     if config.family == "bert":
@@ -47,10 +47,8 @@ def convert_key(
     )
 
 
-def _begin_and_ends(
-    config: RunConfig, trained: Artifact, data: RunData[Artifact]
-) -> dict[str, Any]:
-    """Return the begin token and further ends that the export names, where there are any.
+def _named_tokens(config: RunConfig, trained: Artifact, data: RunData[Artifact]) -> dict[str, Any]:
+    """Return begin, further ends and a GPT's padding that the export names, where there are any.
 
     Without them its content is that of earlier versions, which had eod only.
     """
@@ -58,7 +56,8 @@ def _begin_and_ends(
 
     job = job_of(config, trained.directory, data, ranks=1, threads=1)
     special = with_begin(job.spec, data.tokenizer.directory).special_tokens
-    values = special.model_dump(mode="json", include={"bos", "ends"})
+    roles = {"bos", "ends"} | ({"pad"} if config.family == "gpt" else set())
+    values = special.model_dump(mode="json", include=roles)
     return {role: value for role, value in values.items() if value not in (None, [])}
 
 

@@ -49,11 +49,17 @@ class SpecialTokens(Section):
         return self.model_copy(update={"ends": tuple(dict.fromkeys(ends))})
 
     def continuing(self, earlier: Self, vocab_size: int) -> Self:
-        """Return the tokens of a run that continues a model: its begin and ends are kept."""
-        bos = earlier.bos
+        """Return the tokens of a run that continues a model.
+
+        Its begin and ends are kept, and its padding if the vocabulary spells none.
+        """
+        bos, pad = earlier.bos, earlier.pad if self.pad is None else self.pad
         ends = earlier.ends if earlier.eod is None else (earlier.eod, *earlier.ends)
         known = bos is not None and bos < vocab_size and bos != self.eod
-        return self.model_copy(update={"bos": bos if known else None}).with_ends(ends, vocab_size)
+        if pad is not None and pad >= vocab_size:
+            pad = None
+        kept = {"bos": bos if known else None, "pad": pad}
+        return self.model_copy(update=kept).with_ends(ends, vocab_size)
 
 
 class ModelSpec(Section):

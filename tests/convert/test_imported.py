@@ -137,6 +137,29 @@ def ids_of(directory: Path, file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("name", "pad", "expected"),
+    [
+        ("gpt2", 3, 3),
+        ("neox", 3, 3),
+        ("llama", 3, 3),
+        ("llama", None, None),
+        pytest.param("llama", 100, None, id="outside the vocabulary"),
+    ],
+)
+def test_the_padding_of_a_model_returns(
+    name: str, pad: int | None, expected: int | None, tmp_path: Path
+) -> None:
+    source, again = tmp_path / "hf", tmp_path / "again"
+    save_theirs(name, source)
+    config(pad_token_id=pad, bos_token_id=0, eos_token_id=1)(source)
+    import_model(open_from_hf(source), source, tmp_path / "imported")
+    export_hf(open_source(tmp_path / "imported"), again)
+    exported = load_exported(again)
+    assert exported.config.pad_token_id == expected
+    assert exported.generation_config.pad_token_id == (1 if expected is None else expected)
+
+
+@pytest.mark.parametrize(
     ("bos", "begin", "ends", "expected"),
     [
         pytest.param(0, "<begin>", [1, 2], {"bos": 0, "eos": [1, 2]}, id="all in all files"),

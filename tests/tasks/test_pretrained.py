@@ -54,9 +54,9 @@ def tokens_at(directory: Path) -> Artifact:
 
 
 @pytest.mark.parametrize("section", ["train.pretrained_checkpoint", "resume.checkpoint"])
-def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section: str) -> None:
+def test_tokens_of_the_continued_model_are_kept_unless_the_vocabulary_has_them(tmp_path: Path, section: str) -> None:
     config = make_config()
-    earlier = SpecialTokens(eod=1, bos=0, ends=(2, 499, 500))
+    earlier = SpecialTokens(eod=1, bos=0, pad=4, ends=(2, 499, 500))
     path = checkpoint(tmp_path / "iter_0000000", config, special=earlier)
     special = SpecialTokens(eod=2, pad=3)
     counts = {"vocab_size": 500, "special_tokens": special.model_dump(mode="json")}
@@ -76,7 +76,7 @@ def test_begin_and_ends_of_the_continued_model_are_kept(tmp_path: Path, section:
     assert continued == special.model_copy(update={"bos": 0, "ends": (1, 499)})
 
 
-def test_an_export_runs_again_only_if_it_names_a_begin_or_further_ends(tmp_path: Path) -> None:
+def test_an_export_runs_again_only_if_it_names_other_tokens_than_an_end(tmp_path: Path) -> None:
     tokens, counts = tokens_at(tmp_path), {"vocab_size": 500, "special_tokens": {"eod": 1}}
     evaluation = INPUT.model_copy(update={"counts": {"best": "iter_0000001"}})
 
@@ -99,6 +99,8 @@ def test_an_export_runs_again_only_if_it_names_a_begin_or_further_ends(tmp_path:
             (SpecialTokens(eod=1), {}),
             (SpecialTokens(eod=1, bos=7), {"bos": 7}),
             (SpecialTokens(eod=1, bos=7, ends=(2, 3)), {"bos": 7, "ends": [2, 3]}),
+            (SpecialTokens(eod=1, pad=9), {"pad": 9}),
+            (SpecialTokens(eod=1, pad=500), {}),
         ]
     ):
         path = checkpoint(tmp_path / str(number) / "iter_0000000", config, special=earlier)

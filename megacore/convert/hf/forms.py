@@ -262,6 +262,8 @@ def _special_tokens(config: HfConfig, family: Family, vocab_size: int) -> Specia
     end, pad = config.token("eos_token_id"), config.token("pad_token_id")
     begin = config.token("bos_token_id") if family == "gpt" else None
     known = begin is not None and begin < vocab_size and begin != end
+    if family == "gpt" and pad is not None and pad >= vocab_size:
+        pad = None  # transformers would not load an export that names it
     special = SpecialTokens(
         eod=end,
         pad=0 if pad is None and family == "t5" else pad,

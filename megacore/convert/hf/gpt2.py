@@ -89,6 +89,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "bos_token_id": special.begin,
         "eos_token_id": special.all_ends(special.eod),
+        **({} if special.pad is None else {"pad_token_id": special.pad}),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

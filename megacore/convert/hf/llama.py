@@ -181,7 +181,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "bos_token_id": special.begin,
         "eos_token_id": special.all_ends(special.eod),
-        "pad_token_id": None,
+        "pad_token_id": special.pad,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }

@@ -99,7 +99,7 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
             ids = {
                 "bos_token_id": special.begin,
                 "eos_token_id": special.all_ends(eod),
-                "pad_token_id": eod,
+                "pad_token_id": eod if special.pad is None else special.pad,
             }
             return {key: value for key, value in ids.items() if value is not None} | SAMPLING
         case "t5":
