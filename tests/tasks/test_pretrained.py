@@ -54,7 +54,7 @@ def tokens_at(directory: Path) -> Artifact:
 
 
 @pytest.mark.parametrize("section", ["train.pretrained_checkpoint", "resume.checkpoint"])
-def test_tokens_of_the_continued_model_are_kept_unless_the_vocabulary_has_them(tmp_path: Path, section: str) -> None:
+def test_tokens_of_the_continued_model_are_kept(tmp_path: Path, section: str) -> None:
     config = make_config()
     earlier = SpecialTokens(eod=1, bos=0, pad=4, ends=(2, 499, 500))
     path = checkpoint(tmp_path / "iter_0000000", config, special=earlier)
