@@ -50,7 +50,13 @@ from megacore.observe.logging import logger
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
 
-_TORN = ("pytorchstreamwriter failed", "unexpected pos", "os error", "i/o error")
+_TORN = (
+    "pytorchstreamwriter failed",
+    "unexpected pos",
+    "iostream error",
+    "os error",
+    "i/o error",
+)
 """Messages of torch and safetensors, instead of an OSError, when a disk is full or fails."""
 
 

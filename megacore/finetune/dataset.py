@@ -286,7 +286,8 @@ def _check_csv(path: Path, delimiter: str) -> None:
     """
     limit = csv.field_size_limit(_ROW_BYTES)
     rows = csv.reader(_csv_lines(path), delimiter=delimiter, strict=True)
-    columns, start = None, 1
+    columns: list[str] | None = None
+    start = 1
     try:
         for row in rows:
             if columns is None and row:

@@ -9,8 +9,8 @@ import torch
 
 from megacore.artifact.workspace import STOP_FILE
 from megacore.checkpoint.format import Marker, verify
-from megacore.errors import CheckpointError
-from megacore.finetune.checkpoints import Progress
+from megacore.errors import CheckpointError, WorkspaceError
+from megacore.finetune.checkpoints import Progress, writing
 from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
 TRAIN = {"micro_batch_size": 8}
@@ -277,6 +277,13 @@ def test_best_model_is_replaced_once_a_better_one_is_complete(
         for name, tensor in weights(unbroken.directory).items()
     )
     assert resumed.of("best")[-1]["iteration"] == 6
+
+
+def test_a_full_disk_under_a_small_file_is_a_workspace_error() -> None:
+    full = Path("/dev/full")
+    message = r"cannot write /dev/full: .*: free some space"
+    with pytest.raises(WorkspaceError, match=message), writing(full):
+        torch.save({"seed": 1}, full)
 
 
 def test_progress_of_another_version_is_refused() -> None:
