@@ -152,7 +152,7 @@ def test_the_padding_of_a_model_returns(
     source, again = tmp_path / "hf", tmp_path / "again"
     save_theirs(name, source)
     config(pad_token_id=pad, bos_token_id=0, eos_token_id=1)(source)
-    import_model(open_from_hf(source), source, tmp_path / "imported")
+    import_model(open_hf(source), source, tmp_path / "imported")
     export_hf(open_source(tmp_path / "imported"), again)
     exported = load_exported(again)
     assert exported.config.pad_token_id == expected
