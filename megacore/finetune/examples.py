@@ -489,10 +489,31 @@ def build_examples(
     model = read_model_config(config.model, pretrained_directory)
     tokenizer = read_tokenizer(config.model, pretrained_directory)
     check_fit(config, model, tokenizer)
-    splits = _limited(config, rows_directory)
     scratch = directory / _SCRATCH
     with workspace_errors(scratch):
         scratch.mkdir()
+    counts, description = _save_samples(
+        config, rows_directory, model, tokenizer, scratch, directory
+    )
+    shutil.rmtree(scratch)
+    write_json(directory / TASK_NAME, {"kind": config.task.kind, **description, "counts": counts})
+    return counts | {name: value for name, value in description.items() if isinstance(value, int)}
+
+
+def _save_samples(
+    config: FinetuneConfig,
+    rows_directory: Path,
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    scratch: Path,
+    directory: Path,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save the samples of each split; return the counts and the description of the task.
+
+    The samples map files of `scratch`. Their maps end with this call, because NFS keeps a deleted
+    file that is still mapped as .nfs… in its folder, which then cannot be removed.
+    """
+    splits = _limited(config, rows_directory)
     mapper = Mapper(workers_of(config.data.workers), scratch)
     with quiet(), _numbered_as_in_source(config, rows_directory):
         match config.task:
@@ -524,9 +545,7 @@ def build_examples(
             counts[name] = len(rows)
     lengths = token_counts(samples["train"])
     counts |= {"tokens": int(lengths.sum()), "longest": int(lengths.max())}
-    shutil.rmtree(scratch)
-    write_json(directory / TASK_NAME, {"kind": config.task.kind, **description, "counts": counts})
-    return counts | {name: value for name, value in description.items() if isinstance(value, int)}
+    return counts, description
 
 
 def read_task(directory: Path) -> dict[str, Any]:
