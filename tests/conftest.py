@@ -1,10 +1,12 @@
 """Fixtures that the tests of all packages share; it imports nothing heavy."""
 
+import errno
 import fcntl
 import gc
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -120,6 +122,38 @@ def denormals() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def rmtree_as_on_nfs() -> Iterator[None]:
+    """Let the code delete no directory with a file that this process has open or mapped.
+
+    NFS keeps such a file as .nfs… in its directory, which then cannot be removed.
+    """
+    rmtree = shutil.rmtree
+
+    def remove(path: "str | os.PathLike[str]", ignore_errors: bool = False, **options: Any) -> None:
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith(("megacore.", "tasks.")) and not ignore_errors:
+            _refuse_open_files(os.path.realpath(path) + os.sep)
+        rmtree(path, ignore_errors, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        yield
+
+
+def _refuse_open_files(directory: str) -> None:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if directory in line:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty: mapped", line.split(maxsplit=5)[5])
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # of the directory that is listed, and closed meanwhile
+            continue
+        if path.startswith(directory):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty: open", path)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -167,27 +166,6 @@ def test_running_text_is_divided_into_blocks(
         ids[start : start + 16] for start in range(0, 144, 16)
     ]
     assert counts == {"train": 9, "valid": 9, "tokens": 144, "longest": 16}
-
-
-@pytest.mark.parametrize("kind", ["causal_lm", "classification", "seq2seq"])
-def test_temporary_rows_are_closed_before_they_are_deleted(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """NFS keeps a deleted file that is still mapped in its folder, which then cannot be removed."""
-    rmtree, mapped = shutil.rmtree, []
-
-    def remove(path: Path) -> None:
-        mapped.append(str(path) in Path("/proc/self/maps").read_text())
-        rmtree(path)
-
-    model, rows = {
-        "causal_lm": ("gpt2", text_rows(7)),
-        "classification": ("bert", pair_rows(8)),
-        "seq2seq": ("t5", copy_rows(8)),
-    }[kind]
-    monkeypatch.setattr(shutil, "rmtree", remove)
-    build(models[model], tmp_path, kind, rows)
-    assert mapped == [False]
 
 
 def _word_number(word: str) -> int:

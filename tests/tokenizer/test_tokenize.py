@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -264,21 +263,6 @@ def test_unshuffled_tokens_that_cannot_be_deleted_stop_the_build(
     monkeypatch.setattr(os, "unlink", fail)
     with pytest.raises(FileAccessError, match=r"Input/output error.*: the disk"):
         tokenize_corpus(*folders, out, TokenizeOptions(shuffle_seed=1))
-
-
-def test_unshuffled_tokens_are_closed_before_they_are_deleted(
-    folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS keeps a deleted file that is still mapped in its folder, which then cannot be removed."""
-    rmtree, mapped = shutil.rmtree, []
-
-    def remove(path: Path, **options: bool) -> None:
-        mapped.append(str(path) in Path("/proc/self/maps").read_text())
-        rmtree(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", remove)
-    tokenize_corpus(*folders, out, TokenizeOptions(shuffle_seed=1))
-    assert mapped == [False, False]
 
 
 def test_an_id_outside_the_vocabulary_is_refused(
