@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.hosts.connection import agent_words
+from megacore.cluster.hosts.connection import agent_words, mark_on
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.config import load_config
 from megacore.config.hostfile import read_hostfile
@@ -74,7 +74,7 @@ def test_remote_command_line_cannot_inject_shell_code(
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(sys, "executable", str(recorder))
     arguments_of_agent = agent_words(
-        injection, "one", 1, {"PYTHONPATH": injection, "NCCL_PLANTED": injection}
+        mark_on("one", 1, injection), {"PYTHONPATH": injection, "NCCL_PLANTED": injection}
     )
     command = Ssh(Path(f"/config{injection}")).command("one", [*arguments_of_agent, injection])
     assert command[:3] == ["ssh", "-F", f"/config{injection}"]
