@@ -188,10 +188,15 @@ def mark_used(directory: Path) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Rename a directory, then delete it, so that no reader sees it half deleted."""
+    shutil.rmtree(rename_doomed(directory))
+
+
+def rename_doomed(directory: Path) -> Path:
+    """Rename a directory that is about to be deleted to a temporary's name, and return that."""
     verified_record(directory).unlink(missing_ok=True)
     doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
     os.rename(directory, doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.build import is_locked, remove_tree, try_lock
+from megacore.artifact.build import is_locked, rename_doomed, try_lock
 from megacore.artifact.files import TEMPORARY, read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, RUN_FILE, Workspace
@@ -178,27 +178,40 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
 def remove(items: list[Removable]) -> list[Removable]:
     """Delete those of the listed items that nothing uses, and return them.
 
-    The locks of an item are held meanwhile. A run that uses an artifact changes its modification
-    time first. Directories other than temporaries are renamed first, so that no reader sees them
-    half deleted. Raises WorkspaceError if an item cannot be deleted.
+    A run that uses an artifact changes its modification time first. Raises WorkspaceError if an
+    item cannot be deleted.
     """
     removed = []
     for item in items:
-        with workspace_errors(item.path), ExitStack() as held:  # also what the locks raise
+        with workspace_errors(item.path):  # also what the locks raise
             try:
-                free = all(held.enter_context(try_lock(owner)) for owner in item.owners)
-                if not free or item.path.lstat().st_mtime_ns != item.mtime_ns:
-                    continue
-                if not item.path.is_dir():
-                    item.path.unlink()
-                elif TEMPORARY in item.path.name:
-                    shutil.rmtree(item.path)
-                else:
-                    remove_tree(item.path)
+                if _remove_unused(item):
+                    removed.append(item)
             except FileNotFoundError:  # another process removed it
                 continue
-        removed.append(item)
     return removed
+
+
+def _remove_unused(item: Removable) -> bool:
+    """Delete an item unless it is in use; return True if it is deleted.
+
+    Directories other than temporaries are renamed under their locks, so that no reader sees them
+    half deleted, and deleted without them: the locks of downloads are files of the directory, where
+    NFS keeps what is open.
+    """
+    with ExitStack() as held:
+        free = all(held.enter_context(try_lock(owner)) for owner in item.owners)
+        if not free or item.path.lstat().st_mtime_ns != item.mtime_ns:
+            return False
+        if not item.path.is_dir():
+            item.path.unlink()
+            return True
+        if TEMPORARY in item.path.name:
+            shutil.rmtree(item.path)
+            return True
+        doomed = rename_doomed(item.path)
+    shutil.rmtree(doomed)
+    return True
 
 
 def _refuse_during_builds(workspace: Workspace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.deepspeed.read import open_deepspeed
 from megacore.convert.export import export
 from megacore.convert.hf.directory import open_hf
 from megacore.convert.megatron.checkpoint import open_megatron
@@ -90,7 +90,7 @@ def make_universal(directory: Path) -> Sequence[Path]:
 
 
 def read_from_deepspeed(directory: Path) -> Any:
-    opened = read_deepspeed(directory / "deepspeed")
+    opened = open_deepspeed(directory / "deepspeed")
     moments = {kind: digest_of(tensors) for kind, tensors in opened.moments.items()}
     return repr(opened.spec), digest_of(opened.tensors), moments, opened.iteration
 
