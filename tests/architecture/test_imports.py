@@ -3,13 +3,16 @@
 Each heavy package has one place, and light modules stay light.
 """
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.architecture._source import ROOT, imports_of, python_files
+from tests.architecture._source import ROOT, imports_of, python_files, tree
 
 LIGHT = (
     "megacore.artifact",
@@ -129,3 +132,69 @@ def test_a_rank_starts_without_torchs_checkpoints() -> None:
         "set(sys.modules)))"
     )
     assert printed(script) == [], "what the start of a training also imports"
+
+
+_OWN = ("megacore", "tasks", "flows", "tests")
+
+
+def test_imported_names_exist() -> None:
+    """Tests are not type-checked, and some of their files are imported only by slow tests."""
+    missing = [
+        f"{path}:{node.lineno} imports {node.module}.{alias.name}"
+        for path in python_files("tests")
+        for node in _imports_from(path)
+        for alias in node.names
+        if not _exists(f"{node.module}.{alias.name}")
+    ]
+    assert missing == []
+
+
+def _imports_from(path: Path) -> Iterator[ast.ImportFrom]:
+    """Yield the statements that import from the repository. Expressions are not searched."""
+    todo: list[ast.AST] = [tree(path)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OWN):
+            yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, block, ())
+            todo += inner if isinstance(inner, list) else ()
+
+
+@cache
+def _exists(name: str) -> bool:
+    """Return True if a dotted name is a module of the repository, or defined in one."""
+    if _file_of(name) is not None:
+        return True
+    module, _, defined = name.rpartition(".")
+    file = _file_of(module)
+    if file is None:
+        return False
+    return {defined, "__getattr__"} & _defined_names(file) != set()
+
+
+def _file_of(module: str) -> Path | None:
+    path = Path(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")):
+        if (ROOT / file).is_file():
+            return file
+    return path if (ROOT / path).is_dir() else None
+
+
+@cache
+def _defined_names(file: Path) -> set[str]:
+    """Return the names that a module binds when it is imported."""
+    names: set[str] = set()
+    todo: list[ast.AST] = [] if (ROOT / file).is_dir() else list(tree(file).body)
+    while todo:
+        node = todo.pop()
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case _:
+                todo += ast.iter_child_nodes(node)
+    return names
