@@ -22,7 +22,8 @@ BENCH ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
+# Without restarts, since pytest-xdist 3.8 waits forever for the tests of a worker that it replaces.
+PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help venv test test-slow test-all soak faults bench gpu pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 

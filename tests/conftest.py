@@ -1,6 +1,7 @@
 """Fixtures that the tests of all packages share; it imports nothing heavy."""
 
 import errno
+import faulthandler
 import fcntl
 import gc
 import os
@@ -46,6 +47,29 @@ _SLOW = re.compile(r"slow|\branks: ", re.IGNORECASE)
 """Text of the files with slow tests: they name the mark, or take the fixture `ranks`."""
 OVERLOOKED = pytest.StashKey[list[Path]]()
 """Collected files with slow tests but without that text, which `-m slow` leaves out."""
+HANG_LIMIT = 1000
+"""Seconds for a test with its fixtures, more than any limit of pytest-timeout."""
+_STDERR = pytest.StashKey[int]()
+"""Standard error that pytest does not capture."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the process with the stacks of all threads if the test hangs in code without Python.
+
+    There the signal of pytest-timeout is not handled.
+    """
+    faulthandler.dump_traceback_later(HANG_LIMIT, exit=True, file=item.config.stash[_STDERR])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Limit the end of the fixtures, too: a test that fails cancels all limits for a debugger."""
+    pytest_runtest_setup(item)
 
 
 def _may_have_slow_tests(path: Path) -> bool:

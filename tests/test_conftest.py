@@ -1,0 +1,64 @@
+"""Limits of a test session: a hang that pytest-timeout cannot end is a failure with stacks."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+from tests import conftest
+from tests.conftest import pytest_configure, pytest_runtest_setup, pytest_runtest_teardown
+conftest.HANG_LIMIT = 2
+"""
+HANGS = {
+    "native": """
+import ctypes
+def test_hangs():
+    ctypes.PyDLL(None).sleep(60)  # holds the GIL
+def test_passes(): pass
+""",
+    "fixture": """
+import pytest, time
+@pytest.fixture
+def never_ends():
+    yield
+    time.sleep(60)
+def test_hangs(never_ends):
+    assert 1 + 1 == 3
+def test_passes(): pass
+""",
+}
+
+
+def test_a_hang_ends_the_session_with_stacks(tmp_path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (options,) = re.findall(r"^PYTEST = \$\(PY\) -m pytest (.*)$", makefile, re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "1", *shlex.split(options)]
+    sessions = []
+    for name, tests in HANGS.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "conftest.py").write_text(CONFTEST)
+        (directory / "test_first.py").write_text("def test_passes(): pass\n")
+        (directory / "test_hang.py").write_text(tests)
+        session = subprocess.Popen(
+            command,
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        sessions.append((session, "test_hangs" if name == "native" else "never_ends"))
+    try:
+        for session, function in sessions:
+            output, stacks = session.communicate(timeout=60)
+            assert session.returncode == 1
+            assert "worker 'gw0' crashed while running 'test_hang.py::test_hangs'" in output
+            assert re.search(rf'test_hang\.py", line \d+ in {function}', stacks)
+    finally:
+        for session, _ in sessions:
+            session.kill()
