@@ -10,8 +10,10 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,42 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)
+    if config.getoption("numprocesses", None):
+        config.pluginmanager.register(RunningTests(config.stash[_STDERR]))
+
+
+class RunningTests:
+    """Names the running tests and has the workers write their stacks when SIGTERM arrives.
+
+    So the time limit of a machine that runs the tests shows what did not end.
+    """
+
+    def __init__(self, stderr: int) -> None:
+        """Handle the signal in pytest-xdist's controller, which runs no test."""
+        self._stderr = stderr
+        self._names: list[str] = []
+        signal.signal(signal.SIGTERM, self._end)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._names.append(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._names.remove(nodeid)
+
+    def _end(self, number: int, frame: object) -> None:
+        lines = [f"running: {name}" for name in self._names]
+        workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for worker in workers:
+            with suppress(OSError):  # it has ended
+                state = Path("/proc", worker, "status").read_text().splitlines()[2]
+                lines.append(f"worker {worker}: {state}")
+        os.write(self._stderr, "\n".join(["", *lines, ""]).encode())
+        for worker in workers:
+            with suppress(OSError):
+                os.kill(int(worker), signal.SIGABRT)  # pytest's handler writes the stacks
+                os.kill(int(worker), signal.SIGCONT)
+        time.sleep(2)
+        os._exit(128 + number)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,11 @@
-"""Limits of a test session: a hang that pytest-timeout cannot end is a failure with stacks."""
+"""Limits of a test session: a hang that pytest-timeout cannot end shows its stacks."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,13 @@ def test_hangs(never_ends):
 def test_passes(): pass
 """,
 }
+STOPS = """
+import os, signal
+def test_stops():
+    open("begun", "w").close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+def test_passes(): pass
+"""
 
 
 def test_a_hang_ends_the_session_with_stacks(tmp_path: Path) -> None:
@@ -62,3 +70,24 @@ def test_a_hang_ends_the_session_with_stacks(tmp_path: Path) -> None:
     finally:
         for session, _ in sessions:
             session.kill()
+
+
+def test_an_ended_session_names_its_running_tests_and_shows_their_stacks(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("LIMIT = 2", "LIMIT = 100"))
+    (tmp_path / "test_hang.py").write_text(STOPS)
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "--numprocesses", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "begun").exists():
+        assert session.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.5)
+    session.terminate()
+    _, stacks = session.communicate(timeout=30)
+    assert "running: test_hang.py::test_stops" in stacks
+    assert "State:\tT (stopped)" in stacks
+    assert 'test_hang.py", line 5 in test_stops' in stacks

@@ -1,5 +1,6 @@
 """Hosts and a Slurm cluster for the tests that start processes on other hosts."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,8 +30,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    """Provide the cluster to this test's processes, and cancel its jobs afterwards."""
+    """Provide the cluster to this test's processes, and cancel its jobs afterwards.
+
+    The report of a failed test has the state of nodes and jobs.
+    """
     monkeypatch.setenv("SLURM_CONF", cluster.conf)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     yield cluster
+    for kind in ("nodes", "jobs"):
+        sys.stdout.write(cluster.run("scontrol", "show", kind))
     cluster.cancel_all()

@@ -144,7 +144,25 @@ def test_slurm_keeps_the_same_documents_after_kills(place: Path, slurm: Slurm) -
 
 @pytest.mark.slow
 def test_ray_keeps_the_same_documents_after_kills(place: Path) -> None:
-    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    """Ray runs in another process, which it ends at errors of its own."""
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    program = "import sys; from tests.cluster import test_executors as t; t.curate_with_ray()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(place)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def curate_with_ray() -> None:
+    """Run curations with Ray in the directory that the command names, with kills."""
+    import ray
+
+    place = Path(sys.argv[1])
     expected = run(place, "local")
     execute = executor_of(executor(kind="ray"), 2, print)
     assert execute is not None
