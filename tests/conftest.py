@@ -136,12 +136,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the files by the time that they take, before a mark deselects some.
-
-    Those with slow tests come first, so that the last files of a run of all tests are short.
-    """
+    """Sort the files by the time that they take, before a mark deselects some."""
+    items.sort(key=lambda item: _rank_of_directory(item.path))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, _rank_of_directory(item.path)))
     config.stash[OVERLOOKED] = sorted(path for path in slow if not _may_have_slow_tests(path))
 
 
@@ -287,11 +284,11 @@ def empty_store(
 
 
 @pytest.fixture(scope="session")
-def one_rank(computed_once: Callable[..., Any]) -> list[dict[str, Any]]:
+def one_rank() -> list[dict[str, Any]]:
     """Return the results of a single rank, by case of `tests/_tensor_ranks.py`."""
     from tests import _tensor_ranks
 
-    return [computed_once("one-rank", _tensor_ranks.run, 1)]
+    return [_tensor_ranks.run(1)]
 
 
 @pytest.fixture(scope="session")
