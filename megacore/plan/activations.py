@@ -29,14 +29,10 @@ _schedule = lru_cache(maxsize=16)(build_schedule)
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Activations that a tensor-parallel rank stores for a micro batch of b samples."""
+class MicroBatch:
+    """Micro batch of b samples on a rank."""
 
     config: RunConfig
-    element: int
-    """Bytes per element of an activation."""
-    device_type: str
-    """Type of the device: cpu or cuda."""
 
     @property
     def tokens(self) -> int:
@@ -45,9 +41,25 @@ class Activations:
         return whole // self.config.parallel.context_parallel_size
 
     @property
+    def decoder_tokens(self) -> int:
+        """Tokens of a micro batch in T5's decoder."""
+        span = self.config.data.span_corruption
+        return self.config.train.micro_batch_size * span.decoder_seq_length
+
+    @property
     def predictions(self) -> int:
         """Number of rows of logits of a micro batch."""
-        return self._decoder_tokens if self.config.family == "t5" else self.tokens
+        return self.decoder_tokens if self.config.family == "t5" else self.tokens
+
+
+@dataclass(frozen=True)
+class Activations(MicroBatch):
+    """Activations that a tensor-parallel rank stores for a micro batch of b samples."""
+
+    element: int
+    """Bytes per element of an activation."""
+    device_type: str
+    """Type of the device: cpu or cuda."""
 
     @property
     def layer(self) -> int:
@@ -61,7 +73,7 @@ class Activations:
     @property
     def decoder_layer(self) -> int:
         """Bytes that a layer of T5's decoder stores."""
-        model, tokens = self.config.model, self._decoder_tokens
+        model, tokens = self.config.model, self.decoder_tokens
         inner = model.attention_size // self._tensor
         cross = 2 * self._hidden(self.element, tokens) + self._hidden(self._mask, tokens)
         cross += self.element * inner * (2 * tokens + 2 * self.tokens)
@@ -85,7 +97,7 @@ class Activations:
     def decoder_attention(self) -> int:
         """Bytes of a decoder layer between q, k, v and the outputs of both its attentions."""
         lengths = self.config.data.span_corruption.decoder_seq_length, self.config.data.seq_length
-        return sum(self._scores(self._decoder_tokens, length) for length in lengths)
+        return sum(self._scores(self.decoder_tokens, length) for length in lengths)
 
     @property
     def recomputed_layer(self) -> int:
@@ -102,7 +114,7 @@ class Activations:
         sizes = []
         for chunk in chunks:
             encoder, decoder = recomputed(chunk, self.config.train.recompute_num_layers)
-            inputs = self._layer_input(self.tokens), self._layer_input(self._decoder_tokens)
+            inputs = self._layer_input(self.tokens), self._layer_input(self.decoder_tokens)
             sizes.append(encoder * inputs[0] + decoder * inputs[1])
         return self._most(sizes, [0] * len(sizes), stage, micro_batches)
 
@@ -118,7 +130,7 @@ class Activations:
         if chunk.has_embedding:
             total += self._hidden(self._mask, self.tokens)
         if chunk.has_decoder_embedding:
-            total += self._hidden(self._mask, self._decoder_tokens)
+            total += self._hidden(self._mask, self.decoder_tokens)
         # Input and output of a final norm; T5 also applies dropout to the output.
         norm = (2 + self._norm_copies) * self.element + (self._mask if t5 else 0)
         if t5 and chunk.layers and chunk.layers.stop == model.num_layers:
@@ -223,7 +235,7 @@ class Activations:
         """
         encoder, decoder = recomputed(chunk, self.config.train.recompute_num_layers)
         if chunk.decoder_layers:
-            layer, tokens = self.decoder_layer, self._decoder_tokens
+            layer, tokens = self.decoder_layer, self.decoder_tokens
             saved = layer - self._recomputed(layer, self.decoder_attention, tokens)
             yield tokens, len(chunk.decoder_layers) * layer - decoder * saved, saved
         if chunk.layers:
@@ -239,7 +251,7 @@ class Activations:
         if self.config.parallel.pipeline_model_parallel_size == 1:
             return 0
         decoder = any(chunk.decoder_layers for chunk in chunks)
-        tokens = self.tokens + self._decoder_tokens * decoder
+        tokens = self.tokens + self.decoder_tokens * decoder
         return (1 + posted) * self._hidden(self.element, tokens)
 
     def _passes(self, stage: int, micro_batches: int, chunks: int) -> tuple[Pass, ...]:
@@ -276,7 +288,7 @@ class Activations:
         attention = 2 * hidden + 2 * query + self._key_value
         layer = attention + 2 * hidden + (3 if model.gated else 2) * ffn
         tokens = len(chunk.layers) * self.tokens * layer
-        decoder = self._decoder_tokens * (layer + 2 * hidden + 2 * query)
+        decoder = self.decoder_tokens * (layer + 2 * hidden + 2 * query)
         decoder += self.tokens * (hidden + self._key_value)
         tokens += len(chunk.decoder_layers) * decoder
         head = hidden + (2 * hidden if self.config.family == "bert" else 0)
@@ -349,13 +361,6 @@ class Activations:
     @property
     def _tensor(self) -> int:
         return self.config.parallel.tensor_model_parallel_size
-
-    @property
-    def _decoder_tokens(self) -> int:
-        """Tokens of a micro batch in T5's decoder."""
-        return (
-            self.config.train.micro_batch_size * self.config.data.span_corruption.decoder_seq_length
-        )
 
     @property
     def _mask(self) -> int:

@@ -20,7 +20,7 @@ from megacore.parallel.gradient_memory import GRADIENT_PIECE, sums_in_memory
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
-from megacore.plan.activations import recomputed
+from megacore.plan.activations import MicroBatch, recomputed
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.memory import muon_elements
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
@@ -75,10 +75,9 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Iteration:
+class Iteration(MicroBatch):
     """One training iteration of a configuration on a machine."""
 
-    config: RunConfig
     vocab_size: int
     """Entries of the vocabulary before padding."""
     machine: Machine
@@ -276,18 +275,6 @@ class Iteration:
         )
         return self._times(linear, cores, tokens, collectives=3)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro batch on a rank (b s/cp); for T5, of the encoder."""
-        whole = self.config.train.micro_batch_size * self.config.data.seq_length
-        return whole // self.layout.context
-
-    @property
-    def decoder_tokens(self) -> int:
-        """Tokens of a micro batch in T5's decoder."""
-        span = self.config.data.span_corruption
-        return self.config.train.micro_batch_size * span.decoder_seq_length
-
     @cached_property
     def _widths(self) -> "Widths":
         model, tensor = self.config.model, self.layout.tensor
@@ -394,7 +381,7 @@ class Iteration:
         """Return the products [tokens, k] x [k, n] of a chunk's head; none if it has no head."""
         if not chunk.has_head:
             return []
-        tokens = self.decoder_tokens if self.config.family == "t5" else self.tokens
+        tokens = self.predictions
         vocabulary = self.spec.padded_vocab_size // self.layout.tensor
         hidden = self.config.model.hidden_size
         dense = [(tokens, hidden, hidden)] if self.config.family == "bert" else []
