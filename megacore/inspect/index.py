@@ -4,7 +4,6 @@ Maps are compared with their tokens, in blocks.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from megacore.data.index_directory import (
 from megacore.data.index_options import IndexOptions
 from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
 from megacore.errors import DataFormatError
-from megacore.inspect.tokens import counted, document_of
+from megacore.inspect.tokens import blocks, counted, document_of
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _BLOCK = 1 << 20
@@ -264,7 +263,7 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset, pieces: Map) -> int:
     """Return the number of epochs: how often the document index contains each sequence."""
     counts = np.zeros(len(dataset), np.int64)
-    for block in _blocks(document):
+    for block in blocks(document, _BLOCK):
         if block.min() < 0 or block.max() >= len(dataset):
             wrong = block.min() if block.min() < 0 else block.max()
             raise DataFormatError(
@@ -436,7 +435,7 @@ def check_sentence_map(
 
 def _check_permutation(path: Path, shuffle: Map) -> None:
     seen = np.zeros(len(shuffle), np.bool_)
-    for block in _blocks(shuffle):
+    for block in blocks(shuffle, _BLOCK):
         if (wrong := outside(block, len(seen))) is not None:
             raise DataFormatError(
                 f"{path} names sample {wrong} of {len(seen)}: build the index maps again"
@@ -455,8 +454,3 @@ def outside(numbers: Map, count: int) -> int | None:
     if lowest < 0:
         return lowest
     return highest if highest >= count else None
-
-
-def _blocks(values: Map) -> Iterator[Map]:
-    for start in range(0, len(values), _BLOCK):
-        yield values[start : start + _BLOCK]

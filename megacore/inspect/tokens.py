@@ -224,7 +224,7 @@ def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
     if not len(lengths):
         return None
     shortest, longest, tokens = int(lengths[0]), int(lengths[0]), 0
-    for block in _blocks(lengths):
+    for block in blocks(lengths, _BLOCK):
         shortest, longest = min(shortest, int(block.min())), max(longest, int(block.max()))
         tokens += int(block.sum(dtype=np.int64))
     # Nearest rank, counted from 0: the ceil(q n)-th smallest length.
@@ -236,14 +236,14 @@ def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
 def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
     """Return sorted(lengths)[rank] for each rank, without sorting."""
     high = np.zeros(1 << (31 - _LOW_BITS), np.int64)
-    for block in _blocks(lengths):
+    for block in blocks(lengths, _BLOCK):
         high += np.bincount(block >> _LOW_BITS, minlength=len(high))
     ends = np.cumsum(high)
     result = []
     for rank in ranks:
         bucket = int(np.searchsorted(ends, rank, side="right"))
         low = np.zeros(1 << _LOW_BITS, np.int64)
-        for block in _blocks(lengths):
+        for block in blocks(lengths, _BLOCK):
             inside = block[block >> _LOW_BITS == bucket]
             low += np.bincount(inside & ((1 << _LOW_BITS) - 1), minlength=len(low))
         before = int(ends[bucket] - high[bucket])
@@ -270,7 +270,7 @@ def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
     last = int(np.searchsorted(edges, summary.longest, side="right"))
     edges = edges[first : last + 1]
     sequences, tokens = np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1, np.int64)
-    for block in _blocks(lengths):
+    for block in blocks(lengths, _BLOCK):
         place = np.searchsorted(edges, block, side="right") - 1
         sequences += np.bincount(place, minlength=len(sequences))
         # Sums of doubles are exact up to 2^53, which no block of 2^20 lengths below 2^31 reaches.
@@ -278,9 +278,10 @@ def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
     return LengthBins(edges, sequences, tokens)
 
 
-def _blocks(lengths: Lengths) -> Iterator[Lengths]:
-    for start in range(0, len(lengths), _BLOCK):
-        yield lengths[start : start + _BLOCK]
+def blocks(values: npt.NDArray[Any], size: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield blocks of `size` consecutive values; the last one may be smaller."""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
 _BAR_COLOR = "#7f9fbf"
