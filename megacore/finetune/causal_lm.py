@@ -106,7 +106,6 @@ class CausalLmTask(TransformersTask):
     A sample's labels are its ids; the model shifts them.
     """
 
-    auto_class = "AutoModelForCausalLM"
     task: CausalLmConfig
 
     def __init__(self, config: FinetuneConfig, *directories: Any) -> None:

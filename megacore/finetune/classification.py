@@ -334,7 +334,6 @@ def _check_samples(rows: "Dataset", split: str, model: Any) -> None:
 class ClassificationTask(TransformersTask):
     """Sequence classification, or regression with one output."""
 
-    auto_class = "AutoModelForSequenceClassification"
     draws_head = True
     task: ClassificationConfig
 

@@ -25,17 +25,10 @@ from megacore.finetune.best import MODEL_NAME, read_best
 from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
-from megacore.finetune.task import FinetuneTask, build_task, rows_of, sample_losses
+from megacore.finetune.task import AUTO_CLASSES, FinetuneTask, build_task, rows_of, sample_losses
 from megacore.jobs.finetune import FinetuneExportJob
 from megacore.redact import redact
 
-AUTO_CLASSES = {
-    "classification": "AutoModelForSequenceClassification",
-    "multiple_choice": "AutoModelForMultipleChoice",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "causal_lm": "AutoModelForCausalLM",
-}
-"""Name of the transformers class that loads the model, by `task.kind`."""
 _METRICS = """\
 Before the first step and of this model (step {iteration}, chosen by {metric} of the validation \
 split).

@@ -197,7 +197,6 @@ def _answered(question: str, choice: str) -> str:
 class MultipleChoiceTask(TransformersTask):
     """Choice of one of several answers by the score of each."""
 
-    auto_class = "AutoModelForMultipleChoice"
     draws_head = True
     task: MultipleChoiceConfig
 

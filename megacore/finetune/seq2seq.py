@@ -172,7 +172,6 @@ def _check_samples(rows: "Dataset", split: str) -> None:
 class Seq2SeqTask(TransformersTask):
     """Task of an encoder-decoder with its own head."""
 
-    auto_class = "AutoModelForSeq2SeqLM"
     task: Seq2SeqConfig
 
     def __init__(

@@ -105,11 +105,18 @@ IGNORED = -100
 """Label of a position without a loss."""
 
 
+AUTO_CLASSES = {
+    "classification": "AutoModelForSequenceClassification",
+    "multiple_choice": "AutoModelForMultipleChoice",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal_lm": "AutoModelForCausalLM",
+}
+"""Name of the transformers class that builds the model with the right head, by `task.kind`."""
+
+
 class TransformersTask:
     """Task on a transformers model; subclasses define samples and scores."""
 
-    auto_class: ClassVar[str]
-    """Name of the transformers class that builds the model with the right head."""
     draws_head: ClassVar[bool] = False
     """True if the pretrained weights may lack the head."""
 
@@ -146,7 +153,7 @@ class TransformersTask:
         import transformers
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-        kind = getattr(transformers, self.auto_class)
+        kind = getattr(transformers, AUTO_CLASSES[self.config.task.kind])
         config = self.model_config()
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         model: PreTrainedModel
