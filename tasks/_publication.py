@@ -14,7 +14,7 @@ from megacore.artifact import StageKey
 from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
-from tasks._cache import StageResult, artifact_directory, artifact_problem, build
+from tasks._cache import KeyFunction, StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
 from tasks._mlflow import STORE_ERRORS, RunFacts, Tracking, end_trained_run, page_url, runs_url
@@ -49,6 +49,15 @@ def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
         return "the model registry no longer has it"
     name, force = receipt["model_name"], config.tracking.force_alias
     return alias_problem(tracking, name, receipt["version"], force=force)
+
+
+def publication_check(key_of: KeyFunction) -> Callable[..., str | None]:
+    """Return the `check` of a publication stage with this key function."""
+
+    def check(config: FlowConfig, *inputs: Any, **named: Any) -> str | None:
+        return receipt_problem(config, key_of(config, *inputs, **named))
+
+    return check
 
 
 def build_publication(

@@ -19,7 +19,7 @@ from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
 from tasks._publication import (
     build_publication,
-    receipt_problem,
+    publication_check,
     result_lines,
     run_url,
     shown_by,
@@ -53,15 +53,7 @@ def publish_key(
     )
 
 
-def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
-    """Return why the model must be published (again).
-
-    None if the registry still has the version named in the receipt.
-    """
-    return receipt_problem(config, publish_key(config, *inputs, **named))
-
-
-@stage_task("finetune-publish", publish_key, check=publication_problem)
+@stage_task("finetune-publish", publish_key, check=publication_check(publish_key))
 def finetune_publish(
     config: FinetuneConfig,
     pretrained: Artifact,

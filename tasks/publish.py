@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
@@ -24,7 +24,7 @@ from tasks._checkpoint_models import (
     log_scores,
 )
 from tasks._mlflow import STORE_ERRORS, Tracking
-from tasks._publication import REPORT, build_publication, receipt_problem, result_lines
+from tasks._publication import REPORT, build_publication, publication_check, result_lines
 from tasks._registry import publish_model
 from tasks._stage_runner import numbered
 from tasks.contamination import REPORT as CONTAMINATION
@@ -86,14 +86,6 @@ def publish_key(
     )
 
 
-def publication_problem(config: RunConfig, *inputs: Any, **named: Any) -> str | None:
-    """Return why the model must be published (again).
-
-    None if the registry still has the version named in the receipt.
-    """
-    return receipt_problem(config, publish_key(config, *inputs, **named))
-
-
 @dataclass(frozen=True)
 class _Inputs:
     """Artifacts of a publication."""
@@ -107,7 +99,7 @@ class _Inputs:
     contamination: Artifact | None
 
 
-@stage_task("publish", publish_key, check=publication_problem)
+@stage_task("publish", publish_key, check=publication_check(publish_key))
 def publish(
     config: RunConfig,
     trained: Artifact,
