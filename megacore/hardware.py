@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megacore.errors import LaunchError
 
 DEVICE_VARIABLE = "MEGACORE_DEVICE"
 """Variable that tells a rank the device of its job: "cuda", or unset for the one that it finds."""
+SHARED_PACKAGES = ("megacore", "torch")
+"""Packages that must have the same version on all hosts of a run."""
 _NO_LIMIT = 2**62
 """Bound in bytes. Version 1 of control groups reports "no limit" as a larger value."""
 BF16_CAPABILITY = 80
@@ -127,6 +130,14 @@ def unsupported_accelerator() -> str | None:
             "with NVIDIA GPUs or CPUs"
         )
     return None
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed; it is not imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @cache

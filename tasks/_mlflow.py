@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -32,6 +31,7 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.errors import FileAccessError, TrackingError, WorkspaceError
+from megacore.hardware import installed_version
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
 from tasks._environment import sqlite_file, sqlite_url, tracking_uri
@@ -530,10 +530,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of PACKAGES, without importing any package."""
     versions_by_tag = {"version.python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            versions_by_tag[f"version.{package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions_by_tag[f"version.{package}"] = "not installed"
+        versions_by_tag[f"version.{package}"] = installed_version(package) or "not installed"
     return versions_by_tag
 
 

@@ -5,7 +5,6 @@ One epoch is run at that size for each distribution, and a table compares them.
 
 import os
 import shutil
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
 from megacore.finetune.resolve import resolve_ranks
-from megacore.hardware import Hardware
+from megacore.hardware import Hardware, installed_version
 from megacore.ranks.batch_size_search import (
     FIND_BATCH_SIZE_VERSION,
     Answer,
@@ -75,7 +74,7 @@ def find_batch_size_key(
         "ranks": [ranks, threads, *hosts_of(config.launch).values()],
         "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
         "versions": {
-            name: _version(name)
+            name: installed_version(name)
             for name in _PACKAGES
             if name != "deepspeed" or method.startswith("zero")
         },
@@ -95,13 +94,6 @@ def _gigabytes(hardware: Hardware) -> list[int]:
     return [
         round(count / 1e9) for count in (hardware.memory, *(gpu.memory for gpu in hardware.gpus))
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @stage_task(STAGE, find_batch_size_key)

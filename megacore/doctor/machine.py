@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import megacore
 from megacore.hardware import (
+    SHARED_PACKAGES,
     Hardware,
+    installed_version,
     memory_info,
     memory_limit,
     refuse_unsupported_accelerator,
@@ -46,7 +47,7 @@ PACKAGES = (
 of its ranks."""
 APEX_MODULES = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
 """Modules of NVIDIA apex that megacore uses, as `scripts/install_apex.sh` builds them."""
-REQUIRED = ("python", "megacore", "torch", "numpy")
+REQUIRED = ("python", *SHARED_PACKAGES, "numpy")
 """Packages that must have the same version on every host."""
 _GIT_SECONDS = 5.0
 """Time limit of git."""
@@ -100,17 +101,12 @@ def look_at_packages() -> dict[str, Any]:
     megacore's version includes a digest of its sources.
     """
     root = Path(megacore.__file__).parent
-    versions: dict[str, str | None] = {
+    versions = {
         "python": platform.python_version(),
         "megacore": f"{megacore.__version__} ({sources_digest(root)})",
     }
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return {
-        "versions": versions,
+        "versions": versions | {package: installed_version(package) for package in PACKAGES},
         "commit": git_commit(root),
         "executable": sys.executable,
         "machine": platform.machine(),

@@ -13,14 +13,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megacore.doctor.findings import Facts, Finding, Judgement
 from megacore.doctor.machine import APEX_MODULES
-from megacore.hardware import driver_cuda, unsupported_accelerator
+from megacore.hardware import driver_cuda, installed_version, unsupported_accelerator
 
 _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "torch==2.15.*"}
 """Newest torch on the package index whose default build is for a version of CUDA."""
@@ -54,7 +53,7 @@ def look_at_toolchain() -> dict[str, Any]:
         "driver": None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}",
         "libaio": compiler is not None and _links_libaio(compiler),
         "apex": [name for name in APEX_MODULES if importlib.util.find_spec(name) is not None],
-        "other_apex": _version("apex"),
+        "other_apex": installed_version("apex"),
         "accelerator": unsupported_accelerator(),
     }
 
@@ -107,13 +106,6 @@ def _links_libaio(compiler: str) -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return result.returncode == 0
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def toolchains(facts: Facts) -> Finding | None:

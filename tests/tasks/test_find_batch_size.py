@@ -87,7 +87,7 @@ def test_key_contains_method_samples_and_machine(monkeypatch: pytest.MonkeyPatch
             stage.Hardware, "detect", staticmethod(lambda gpus=gpus: Hardware(4, 10**10, gpus))
         )
         keys.add(key(config()))
-    monkeypatch.setattr(stage, "_version", lambda name: "0")
+    monkeypatch.setattr(stage, "installed_version", lambda name: "0")
     keys.add(key(config()))
     assert len(keys) == 7
 

@@ -6,14 +6,12 @@ nodes have changed, which also proves that all of them see the workspace. Then i
 at which the ranks meet.
 """
 
-import contextlib
 import json
 import platform
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,14 @@ from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import endpoint
 from megacore.errors import FileAccessError, HostLostError, LaunchError
+from megacore.hardware import SHARED_PACKAGES, installed_version
 
 LIMIT = 180.0
 """Seconds for every node to start. A scheduler starts them together, but a container may have to
 load its image."""
 
 _INTERVAL = 0.2
-_PACKAGES = ("megacore", "torch", "deepspeed")
+_PACKAGES = (*SHARED_PACKAGES, "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,8 @@ def _compare(
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        versions[package] = None
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+    packages = {package: installed_version(package) for package in _PACKAGES}
+    return {"Python": platform.python_version()} | packages
 
 
 def _greeting_path(folder: Path, rank: int) -> Path:

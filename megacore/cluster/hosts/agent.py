@@ -26,7 +26,6 @@ The agent imports no torch, so it starts in tens of milliseconds.
 import argparse
 import base64
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -45,14 +44,13 @@ from megacore.cluster.hosts.network import (
     interface_problem,
     interface_to,
 )
+from megacore.hardware import SHARED_PACKAGES, installed_version
 from megacore.launch.guard import catches, descendants, end_all, guarded, marked
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
 
 HEADLESS_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""
-PACKAGES = ("megacore", "torch")
-"""Packages that must have the same version on all hosts."""
 RANK_FILE = re.compile(r"rank_(\d+)\.(?:json|beat|stack)", re.ASCII)
 """Names of the files that the head accepts from an agent: a rank's reason, heartbeat and stacks."""
 
@@ -350,14 +348,9 @@ class HostRanks:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES on this host; "none" if not installed."""
-    installed = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = "none"
-    return installed
+    """Return the versions of Python and SHARED_PACKAGES on this host; "none" if not installed."""
+    python = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    return python | {name: installed_version(name) or "none" for name in SHARED_PACKAGES}
 
 
 if __name__ == "__main__":
