@@ -11,6 +11,7 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import check_blends
 from megacore.config.curate import check_across_sources
 from megacore.config.data import (
+    NEOX_DEFAULTS,
     SPELLINGS,
     DataConfig,
     Gpt2BpeTokenizer,
@@ -133,8 +134,7 @@ def _check_data(data: DataConfig) -> None:
         cut = ("index_style", "split_sentences", "drop_last_partial")
         _check_defaults(data, "packing", cut, "which is for samples cut from documents end to end")
     if data.index_style == "neox":
-        others = ("add_extra_token", "drop_last_partial")
-        _check_defaults(data, "index_style", others, "which GPT-NeoX does not have")
+        _check_defaults(data, "index_style", NEOX_DEFAULTS, "which GPT-NeoX does not have")
     _check_ends(data)
     if data.dask_address is not None and data.shard_runner != "dask":
         raise ValueError(

@@ -13,6 +13,8 @@ OnBadLine = Literal["stop", "skip"]
 Splitter = Literal["punkt", "rules"]
 Packing = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 IndexStyle = Literal["megatron", "neox"]
+NEOX_DEFAULTS = ("packing", "add_extra_token", "drop_last_partial")
+"""Options that must have their defaults with the style neox."""
 END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of GPT-2 (Radford et al. 2019)."""
 DEFAULT_SPLIT = "969,30,1"

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from megacore.config.data import IndexStyle, Packing
+from megacore.config.data import NEOX_DEFAULTS, IndexStyle, Packing
 from megacore.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -160,16 +160,13 @@ class IndexOptions:
 
     def _check_neox(self) -> None:
         """Raise ConfigError for options that GPT-NeoX's order of samples does not support."""
-        wrong = {
-            f"data.packing {self.packing}": self.packing != "packed",
-            "data.add_extra_token false": not self.add_extra_token,
-            "data.drop_last_partial false": not self.drop_last_partial,
-        }
-        for name, is_set in wrong.items():
-            if is_set:
+        for name in NEOX_DEFAULTS:
+            value = getattr(self, name)
+            if value != getattr(IndexOptions, name):
                 raise ConfigError(
-                    f"data.index_style neox reproduces GPT-NeoX's order of samples, which {name} "
-                    "does not have: leave that at its default, or set data.index_style to megatron"
+                    "data.index_style neox reproduces GPT-NeoX's order of samples, which "
+                    f"data.{name} {str(value).lower()} does not have: leave that at its default, "
+                    "or set data.index_style to megatron"
                 )
 
     def _check_sentences(self, sentences: SentenceOptions) -> None:
