@@ -256,10 +256,7 @@ def computed_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any
 def compiler_cache(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let Inductor keep its files in one directory for all tests.
-
-    In an empty one it first precompiles its header, for 10 s.
-    """
+    """Let Inductor keep its files in one directory for the tests that request it."""
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         directory = directory.parent
