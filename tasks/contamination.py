@@ -117,7 +117,7 @@ def _options(config: RunConfig) -> Any:
     from megacore.corpus.curate_job import CurateOptions
 
     return CurateOptions(
-        skip_bad_lines=config.data.on_bad_line == "skip",
+        on_bad_line=config.data.on_bad_line,
         document_bytes=config.data.max_document_bytes,
         workers=config.data.curate_workers,
     )

@@ -44,7 +44,7 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
     executor = executor_of(data.curate_executor, data.curate_workers, get_run_logger().info)
     options = CurateOptions(
         shard_bytes=data.curate_shard_mb * 10**6,
-        skip_bad_lines=data.on_bad_line == "skip",
+        on_bad_line=data.on_bad_line,
         document_bytes=data.max_document_bytes,
         workers=data.curate_workers,
     )

@@ -55,13 +55,12 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     from megacore.tokenizer.vocabulary import check_roles
 
     def fill(directory: Path) -> dict[str, Any]:
-        skip = config.data.on_bad_line == "skip"
         directories = [corpus.directory for corpus in corpora]
         return build_tokenizer(
             config.data.tokenizer,
             directories,
             directory,
-            skip_bad_lines=skip,
+            on_bad_line=config.data.on_bad_line,
             document_bytes=config.data.max_document_bytes,
         )
 

@@ -87,7 +87,7 @@ def curate(
     files = list_files(JsonlSource(kind="jsonl", files=tuple(input), key=json_key))
     options = CurateOptions(
         shard_bytes=shard_mb * 10**6,
-        skip_bad_lines=on_bad_line == "skip",
+        on_bad_line=on_bad_line,
         document_bytes=max_document_mb * 10**6,
         workers=workers,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from megacore.config.data import OnBadLine
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import (
@@ -212,16 +213,16 @@ def read_blocks(
 
 
 def iterate_texts(
-    directory: Path, *, skip_bad_lines: bool = False, document_bytes: int = DOCUMENT_BYTES
+    directory: Path, *, on_bad_line: OnBadLine = "stop", document_bytes: int = DOCUMENT_BYTES
 ) -> Iterator[str]:
     """Yield the texts of a corpus directory in order, with one block in memory at a time.
 
-    Raises DataFormatError, also for a bad line unless `skip_bad_lines` is set, and for a document
-    of more than `document_bytes`.
+    Raises DataFormatError, also for a bad line if `on_bad_line` is stop, and for a document of more
+    than `document_bytes`.
     """
     for block in read_blocks(segments(directory), document_bytes=document_bytes):
         texts, bad = block.texts()
-        if bad and not skip_bad_lines:
+        if bad and on_bad_line == "stop":
             yield from texts[: bad[0].position]
             raise DataFormatError(bad[0].reason)
         yield from texts

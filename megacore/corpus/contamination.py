@@ -308,7 +308,7 @@ def _documents(job: Job, rank: int) -> Iterator[Any]:
         None,
         all_fields=False,
         named=job.named,
-        skip_bad_lines=job.skip_bad_lines,
+        on_bad_line=job.on_bad_line,
         document_bytes=job.document_bytes,
     )
     yield from reader.run(None)

@@ -13,6 +13,7 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from megacore.config.data import OnBadLine
 from megacore.corpus.blocks import BadLine, LineBlock, RowBlock, read_blocks, read_rows
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.documents import parse_fields
@@ -37,7 +38,7 @@ class ReadShard(PipelineStep):  # type: ignore[misc]
         *,
         all_fields: bool,
         named: bool,
-        skip_bad_lines: bool,
+        on_bad_line: OnBadLine,
         document_bytes: int,
         extracts: bool = False,
     ) -> None:
@@ -51,14 +52,14 @@ class ReadShard(PipelineStep):  # type: ignore[misc]
         self._extracts = extracts
         self._segments, self._tally = tuple(segments), tally
         self._all_fields, self._named = all_fields, named
-        self._skip, self._limit = skip_bad_lines, document_bytes
+        self._on_bad_line, self._limit = on_bad_line, document_bytes
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents."""
         for segment, first in self._segments:
             for row in self._read(segment, first):
                 if isinstance(row, BadLine):
-                    if not self._skip:
+                    if self._on_bad_line == "stop":
                         raise DataFormatError(row.reason)
                     if self._tally is not None:
                         self._tally.skipped_lines += 1

@@ -42,6 +42,7 @@ from megacore.config.curate import (
     UrlStep,
     compares_sources,
 )
+from megacore.config.data import OnBadLine
 from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
 from megacore.corpus.formats import DOCUMENT_BYTES, file_format_of
@@ -178,7 +179,7 @@ class CurateOptions:
     """Options in addition to the steps."""
 
     shard_bytes: int = 64_000_000
-    skip_bad_lines: bool = False
+    on_bad_line: OnBadLine = "stop"
     document_bytes: int = DOCUMENT_BYTES
     workers: int | None = None
     """Number of processes; None means one per core. With one, tasks run in this process."""
@@ -290,7 +291,7 @@ class Job:
     models: Mapping[str, str]
     """Paths of fastText models by the labels of their steps."""
     named: bool
-    skip_bad_lines: bool
+    on_bad_line: OnBadLine
     document_bytes: int
     earlier: tuple[tuple[int, tuple[tuple[Segment, int], ...]], ...] = ()
     """Shards of documents that earlier sources keep, each with the number of its source from 1."""
@@ -317,7 +318,7 @@ class Job:
             "parts": [[asdict(part), *_state(part)] for part in parts],
             "steps": fingerprint(steps),
             "shard_bytes": options.shard_bytes,
-            "skip_bad_lines": options.skip_bad_lines,
+            "skip_bad_lines": options.on_bad_line == "skip",  # its name in earlier versions
             "named": named,
         } | (
             {"earlier": [[[asdict(part), *_state(part)] for part in source] for source in earlier]}
@@ -326,8 +327,12 @@ class Job:
         )
         digest = hashlib.sha256(canonical_json(identity)).hexdigest()
         path = work / JOB_NAME
-        # These values do not change the documents that are kept.
-        current = {"models": dict(models), "document_bytes": options.document_bytes}
+        # These values do not change the documents that are kept, or the digest covers them.
+        current = {
+            "models": dict(models),
+            "on_bad_line": options.on_bad_line,
+            "document_bytes": options.document_bytes,
+        }
         with suppress(OSError, ValueError, KeyError, TypeError):
             values = read_json(path)
             if values["digest"] == digest:
@@ -361,7 +366,6 @@ class Job:
                     [number, [[asdict(part), 1] for part in shard]] for number, shard in others
                 ],
                 "named": named,
-                "skip_bad_lines": options.skip_bad_lines,
                 **current,
             },
         )
@@ -377,7 +381,7 @@ class Job:
             tuple(map(_shard, values["shards"])),
             values["models"],
             values["named"],
-            values["skip_bad_lines"],
+            values["on_bad_line"],
             values["document_bytes"],
             tuple((number, _shard(shard)) for number, shard in values["earlier"]),
         )

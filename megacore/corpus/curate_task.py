@@ -141,7 +141,7 @@ def _earlier_signatures(job: Job, phase: Phase, rank: int) -> list[Any]:
         None,
         all_fields=False,
         named=True,
-        skip_bad_lines=False,
+        on_bad_line="stop",
         document_bytes=job.document_bytes,
     )
     return [reader, blocks.signature_block(step, folder, rank, finders(len(job.shards)))]
@@ -160,7 +160,7 @@ def _pass_over_documents(job: Job, phase: Phase, rank: int, tally: Tally) -> lis
             counted,
             all_fields=any(isinstance(step, UrlStep | PythonStep) for step in steps),
             named=job.named,
-            skip_bad_lines=job.skip_bad_lines,
+            on_bad_line=job.on_bad_line,
             document_bytes=job.document_bytes,
             extracts=any(isinstance(step, ExtractTextStep) for step in steps),
         )

@@ -20,6 +20,7 @@ from megacore.config.data import (
     ExistingTokenizer,
     Gpt2BpeTokenizer,
     HfTokenizer,
+    OnBadLine,
     SentencePieceTokenizer,
     TokenizerChoice,
     TrainBpeTokenizer,
@@ -79,7 +80,7 @@ def build_tokenizer(
     corpora: Path | Sequence[Path],
     directory: Path,
     *,
-    skip_bad_lines: bool = False,
+    on_bad_line: OnBadLine = "stop",
     document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, Any]:
     """Fill the empty `directory` with the tokenizer's files.
@@ -97,7 +98,7 @@ def build_tokenizer(
             text
             for folder in folders
             for text in iterate_texts(
-                folder, skip_bad_lines=skip_bad_lines, document_bytes=document_bytes
+                folder, on_bad_line=on_bad_line, document_bytes=document_bytes
             )
         )
 

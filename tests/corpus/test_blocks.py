@@ -305,7 +305,7 @@ def test_iterate_texts_stops_at_a_bad_line_or_skips_it(tmp_path: Path) -> None:
     texts = []
     with pytest.raises(DataFormatError, match=r"corpus\.jsonl:7 is blank"):
         texts.extend(iterate_texts(tmp_path))
-    assert list(iterate_texts(tmp_path, skip_bad_lines=True)) == [*TEXTS, "more"]
+    assert list(iterate_texts(tmp_path, on_bad_line="skip")) == [*TEXTS, "more"]
 
 
 def test_bad_lines_in_random_block_order_do_not_rescan_the_file_each_time(

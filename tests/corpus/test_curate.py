@@ -544,7 +544,7 @@ def test_bad_lines_stop_the_stage_or_are_counted(tmp_path: Path) -> None:
     file.write_text('{"text": "one"}\nnonsense\n{"text": "two", "x": NaN}\n', encoding="utf-8")
     with pytest.raises(DataFormatError, match=r"in\.jsonl:2 is not JSON"):
         run(tmp_path, file, {"step": "pii"})
-    options = replace(OPTIONS, skip_bad_lines=True)
+    options = replace(OPTIONS, on_bad_line="skip")
     kept, report = run(tmp_path, file, {"step": "pii"}, name="skip", options=options)
     assert kept == [("one", 1), ("two", 3)]
     assert report["skipped_lines"] == 1
@@ -594,7 +594,7 @@ def test_rows_that_are_null_or_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
         name = steps[0]["step"]
         with pytest.raises(DataFormatError, match=r"parquet row 2 is not UTF-8 under 'text' \("):
             run(tmp_path, file, *steps, name=name)
-        options = replace(OPTIONS, skip_bad_lines=True)
+        options = replace(OPTIONS, on_bad_line="skip")
         kept, report = run(tmp_path, file, *steps, name=f"skip-{name}", options=options)
         assert kept == kept_rows
         assert report["skipped_lines"] == 5 - len(kept_rows)
@@ -640,7 +640,7 @@ def test_a_corpus_of_which_nothing_is_kept_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataFormatError, match=r"in\.jsonl has no documents to curate"):
             run(tmp_path, write(file, []), {"step": step}, name=step)
     file.write_text("no JSON\n" * 3, encoding="utf-8")
-    options = replace(OPTIONS, skip_bad_lines=True)
+    options = replace(OPTIONS, on_bad_line="skip")
     with pytest.raises(DataFormatError, match="no documents to curate: all 3 lines were skipped: "):
         run(tmp_path, file, {"step": "pii"}, name="skipped", options=options)
 

@@ -88,7 +88,7 @@ def test_a_null_row_is_refused_with_its_number_or_skipped(files: Path, tmp_path:
         DataFormatError, match=r"a\.parquet row 2 is null under 'text': repair or remove the row"
     ):
         list(iterate_texts(tmp_path / "out"))
-    assert list(iterate_texts(tmp_path / "out", skip_bad_lines=True)) == ["a"]
+    assert list(iterate_texts(tmp_path / "out", on_bad_line="skip")) == ["a"]
 
 
 def test_chunks_of_a_dictionary_column_are_bounded_in_size(tmp_path: Path) -> None:
