@@ -18,6 +18,7 @@ NEOX_DEFAULTS = ("packing", "add_extra_token", "drop_last_partial")
 END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of GPT-2 (Radford et al. 2019)."""
 DEFAULT_SPLIT = "969,30,1"
+DEFAULT_CURATE_SHARD_MB = 64
 DEFAULT_MAX_DOCUMENT_MB = 100
 """Books, source files and web pages stay far below; `tokenizers` takes 12 GB for such a text."""
 
@@ -422,7 +423,7 @@ class DataConfig(Section):
     """Steps that remove or change documents between collection and tokenization, in this order;
     each source is curated by itself, except for deduplications across sources. No steps, no
     stage."""
-    curate_shard_mb: int = keyed(64, key="curate", gt=0, le=100_000)
+    curate_shard_mb: int = keyed(DEFAULT_CURATE_SHARD_MB, key="curate", gt=0, le=100_000)
     """Size of the shards in MB (10^6 bytes) that one process curates at a time, and of the files
     with the documents that are kept."""
     curate_executor: CurateExecutor = unkeyed(LocalExecutor(kind="local"))

@@ -42,7 +42,7 @@ from megacore.config.curate import (
     UrlStep,
     compares_sources,
 )
-from megacore.config.data import OnBadLine
+from megacore.config.data import DEFAULT_CURATE_SHARD_MB, OnBadLine
 from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
 from megacore.corpus.formats import DOCUMENT_BYTES, file_format_of
@@ -178,7 +178,7 @@ def finders(shards: int) -> int:
 class CurateOptions:
     """Options in addition to the steps."""
 
-    shard_bytes: int = 64_000_000
+    shard_bytes: int = DEFAULT_CURATE_SHARD_MB * 10**6
     on_bad_line: OnBadLine = "stop"
     document_bytes: int = DOCUMENT_BYTES
     workers: int | None = None
