@@ -4,8 +4,10 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore.artifact.files import sync_directory, workspace_errors
 from megacore.checkpoint.format import (
@@ -17,6 +19,10 @@ from megacore.checkpoint.format import (
     exclusive_lock,
     iteration_of,
 )
+from megacore.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megacore.observe.recorder import Recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -92,6 +98,27 @@ def rename_to_stale(directory: Path) -> Path:
     os.rename(directory, doomed)
     sync_directory(directory.parent)
     return doomed
+
+
+def clean_up_and_report(
+    root: Path, recorder: "Recorder", report: Callable[[Path, Marker], None]
+) -> None:
+    """Remove the remains of a crash in `root` and record the missing events of checkpoints.
+
+    `report` records a checkpoint. If it raises CheckpointError, the checkpoint is left out: only
+    sizes were checked, and resuming detects the damage and skips it. Call it on one rank.
+    """
+    if root.is_dir():
+        remove_stale(root)
+    markers = complete_checkpoints(root)
+    present = {marker.iteration: path for path, marker in markers.items()}
+    reported = recorder.reported_checkpoints()
+    for iteration in sorted(present.keys() - reported.keys()):
+        path = present[iteration]
+        with suppress(CheckpointError):
+            report(path, markers[path])
+    for iteration in sorted(reported.keys() - present.keys()):
+        recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
 
 
 def delete_stale(path: Path) -> bool:

@@ -39,8 +39,8 @@ from megacore.checkpoint.format import (
 )
 from megacore.checkpoint.retain import (
     apply_retention,
+    clean_up_and_report,
     delete_stale,
-    remove_stale,
     rename_to_stale,
 )
 from megacore.checkpoint.save import sync_file
@@ -273,7 +273,9 @@ class FinetuneCheckpoints:
                 all complete checkpoints are damaged.
         """
         self._beat("load")
-        self._ranks.on_first(self._clean_up_and_report)
+        self._ranks.on_first(
+            partial(clean_up_and_report, self.root, self._recorder, self._report_earlier)
+        )
         path = latest_complete_together(
             self.root,
             self._ranks,
@@ -352,29 +354,11 @@ class FinetuneCheckpoints:
     def _retain(self, path: Path) -> list[Path]:
         return apply_retention(self.root, keep_last=self._keep_last, keep_best=False, in_use=path)
 
-    def _clean_up_and_report(self) -> None:
-        """Remove the leftovers of a crash, and write missing events of checkpoints.
-
-        Called on the first rank.
-        """
-        if self.root.is_dir():
-            remove_stale(self.root)
-        markers = complete_checkpoints(self.root)
-        present = {marker.iteration: path for path, marker in markers.items()}
-        reported = self._recorder.reported_checkpoints()
-        for iteration in sorted(present.keys() - reported.keys()):
-            path = present[iteration]
-            try:
-                values = read_state(path, PROGRESS_NAME)
-                values.pop("random_state", None)
-                progress = Progress.from_json(values)
-            except CheckpointError:
-                continue  # resuming from it detects the damage and skips it
-            self._report(path, markers[path], progress)
-        for iteration in sorted(reported.keys() - present.keys()):
-            self._recorder.event(
-                "checkpoint_deleted", iteration=iteration, path=reported[iteration]
-            )
+    def _report_earlier(self, path: Path, marker: Marker) -> None:
+        """Record a checkpoint of an earlier attempt. Raises CheckpointError if it is damaged."""
+        values = read_state(path, PROGRESS_NAME)
+        values.pop("random_state", None)
+        self._report(path, marker, Progress.from_json(values))
 
     def _report(self, path: Path, marker: Marker, progress: Progress) -> None:
         self._recorder.event(

@@ -24,7 +24,7 @@ from megacore.checkpoint.format import (
     read_state,
     reading,
 )
-from megacore.checkpoint.retain import remove_stale
+from megacore.checkpoint.retain import clean_up_and_report
 from megacore.checkpoint.spec import (
     MODEL_KEY,
     changed_rotations,
@@ -124,7 +124,9 @@ class RunCheckpoints:
                 change.
         """
         self._beat_load()
-        self._ranks.on_first(self._clean_up_and_report)
+        self._ranks.on_first(
+            partial(clean_up_and_report, self.root, self._recorder, self._report_earlier)
+        )
         self._saver.losses.update(self._recorder.validation_losses())
         self._beat_load()
         path = latest_complete_together(
@@ -230,25 +232,10 @@ class RunCheckpoints:
         """Report progress: reading a large checkpoint may take longer than the stall limit."""
         self._mesh.beat("load")
 
-    def _clean_up_and_report(self) -> None:
-        """Remove the remains of a crash and report unreported checkpoints, on the first rank."""
-        if self.root.is_dir():
-            remove_stale(self.root)
-        markers = complete_checkpoints(self.root)
-        present = {marker.iteration: path for path, marker in markers.items()}
-        reported = self._recorder.reported_checkpoints()
-        for iteration in sorted(present.keys() - reported.keys()):
-            try:
-                values = read_state(present[iteration])
-                consumed = TrainState.from_json(values.get("train", {})).consumed_samples
-            except CheckpointError:
-                # only the sizes were checked: resuming detects the damage and skips the checkpoint
-                continue
-            self._report_checkpoint(present[iteration], markers[present[iteration]], consumed)
-        for iteration in sorted(reported.keys() - present.keys()):
-            self._recorder.event(
-                "checkpoint_deleted", iteration=iteration, path=reported[iteration]
-            )
+    def _report_earlier(self, path: Path, marker: Marker) -> None:
+        """Record a checkpoint of an earlier attempt. Raises CheckpointError if it is damaged."""
+        consumed = TrainState.from_json(read_state(path).get("train", {})).consumed_samples
+        self._report_checkpoint(path, marker, consumed)
 
     def _check(self, path: Path, *, extends: bool = False) -> None:
         """Refuse a damaged checkpoint and one of another model, on all ranks."""
