@@ -320,7 +320,7 @@ def parse_json(data: bytes, *, parse_constant: Callable[[str], Any] | None = Non
     except RecursionError:
         value = None
     else:
-        if not nests_deeper(value, MAX_DEPTH):
+        if not nests_too_deep(value):
             return value
     raise ValueError(f"it nests more than {MAX_DEPTH} levels deep")
 
@@ -340,10 +340,10 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def nests_deeper(value: Any, limit: int) -> bool:
-    """Return True if lists and dictionaries nest more than `limit` levels deep."""
+def nests_too_deep(value: Any) -> bool:
+    """Return True if lists and dictionaries nest more than `MAX_DEPTH` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         level = [
             item
             for container in level

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 
     from megacore.compare.report import Finding, Report
 
-_QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 NOT_COMPARABLE = 2
 """Exit code if one of the two cannot be read, or they cannot be compared."""
 
@@ -66,7 +60,9 @@ def compare(
 
     The exit code is 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
     """
-    os.environ.update(_QUIET)
+    from megacore.ranks.rank import OFFLINE
+
+    os.environ.update(OFFLINE)
     from megacore.artifact.files import write_json
     from megacore.compare import compare_paths
     from megacore.compare.models import Options

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json, reason_of
+from megacore.artifact.files import MAX_DEPTH, nests_too_deep, read_json, reason_of
 from megacore.artifact.workspace import workspace_root
 from megacore.config.base import BOOLEAN, INTEGER_TOO_LARGE
 from megacore.config.finetune import FinetuneConfig
@@ -285,7 +285,7 @@ def _read_values(
             f"`extends: {overrides[_EXTENDS]}` in one"
         )
     deep = next((key for key in overrides if key.count(".") >= MAX_DEPTH), None)
-    if deep is not None or nests_deeper(dict(overrides), MAX_DEPTH):
+    if deep is not None or nests_too_deep(dict(overrides)):
         raise ConfigError(
             f"override {shortened(deep or str(overrides))!r} nests more than {MAX_DEPTH} levels "
             "deep: give a key of docs/reference.md"

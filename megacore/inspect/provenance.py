@@ -26,9 +26,8 @@ from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, 
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.token_files.indexed_dataset_writer import partition_order
-from megacore.tokenizer.records import DOCUMENTS_NAME
+from megacore.tokenizer.records import DOCUMENTS_NAME, FORMAT
 
-FORMAT = 1
 _SCAN_BYTES = 1 << 22
 
 
