@@ -1,7 +1,24 @@
-"""Example tensors of every shape, type and memory layout that a checkpoint may contain."""
+"""Example tensors of every shape, type and memory layout that a checkpoint may contain.
+
+`Payload` is what it must not contain.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Payload:
+    """An object that creates a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
 
 
 def example() -> dict[str, Tensor]:

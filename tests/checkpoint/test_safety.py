@@ -24,17 +24,8 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.metadata import SavedSlice, read_metadata
 from megacore.checkpoint.save import save_checkpoint
 from megacore.errors import CheckpointError, TransientFileError
+from tests.checkpoint._examples import Payload
 from tests.checkpoint._read import read_tensors
-
-
-class Payload:
-    """An object that creates a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.fixture

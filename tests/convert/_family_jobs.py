@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from megacore.checkpoint.save import save_checkpoint
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
@@ -17,6 +16,7 @@ from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._models import our_model
+from tests.convert._tiny import convert_job, make_folders
 
 SEQ_LENGTH = 48
 _MODELS: dict[str, dict[str, Any]] = {
@@ -107,12 +107,7 @@ def sentences(document: int) -> list[str]:
 
 def family_job(root: Path, config: RunConfig) -> ConvertJob:
     """Write all inputs below `root`, and return the job that exports to `root/export`."""
-    folders = {
-        name: root / name
-        for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")
-    }
-    for folder in folders.values():
-        folder.mkdir(parents=True)
+    folders = make_folders(root)
     documents = [sentences(number) for number in range(60)]
     with CorpusWriter(folders["corpus"]) as corpus:
         for number, texts in enumerate(documents):
@@ -134,26 +129,6 @@ def family_job(root: Path, config: RunConfig) -> ConvertJob:
         ),
         (40, 9, 9),
     )
-    spec = ModelSpec.of(config, counts["vocab_size"])
-    model = our_model(spec)
-    checkpoint = save_checkpoint(
-        folders["checkpoints"],
-        5,
-        {f"model.{name}": value.detach() for name, value in model.named_parameters()},
-        {},
-    )
-    return ConvertJob(
-        config=config,
-        token_prefixes=(str(prefix),),
-        index_directory=str(folders["index"]),
-        tokenizer_directory=str(folders["tokenizer"]),
-        vocab_size=counts["vocab_size"],
-        special_tokens=counts["special_tokens"],
-        run_directory=str(root / "run"),
-        exit_directory=str(root / "exit"),
-        ranks=1,
-        threads_per_rank=1,
-        checkpoint=str(checkpoint),
-        output_directory=str(folders["export"]),
-        card={"data": "sentences", "test PPL": "12.34"},
-    )
+    model = our_model(ModelSpec.of(config, counts["vocab_size"]))
+    card = {"data": "sentences", "test PPL": "12.34"}
+    return convert_job(root, config, folders, counts, prefix, model, card)

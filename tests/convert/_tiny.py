@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 
 from megacore.checkpoint.save import save_checkpoint
 from megacore.config.load import parse_config
@@ -76,18 +77,60 @@ def documents() -> list[str]:
     ] * 4
 
 
-def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
-    """Write the inputs of an export below `root`, and return the job and the model.
-
-    The inputs are a tokenizer, tokens, index maps and a checkpoint. The job exports to
-    `root/export`.
-    """
+def make_folders(root: Path) -> dict[str, Path]:
+    """Make the empty directories of an export's inputs and of the export below `root`."""
     folders = {
         name: root / name
         for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")
     }
     for folder in folders.values():
         folder.mkdir(parents=True)
+    return folders
+
+
+def convert_job(
+    root: Path,
+    config: RunConfig,
+    folders: dict[str, Path],
+    counts: dict[str, Any],
+    prefix: Path,
+    model: Module,
+    card: dict[str, str],
+) -> ConvertJob:
+    """Save a checkpoint of the model, and return the job that exports it.
+
+    `counts` are those of the tokenizer, `prefix` is that of the tokens.
+    """
+    checkpoint = save_checkpoint(
+        folders["checkpoints"],
+        5,
+        {f"model.{name}": value.detach() for name, value in model.named_parameters()},
+        {},
+    )
+    return ConvertJob(
+        config=config,
+        token_prefixes=(str(prefix),),
+        index_directory=str(folders["index"]),
+        tokenizer_directory=str(folders["tokenizer"]),
+        vocab_size=counts["vocab_size"],
+        special_tokens=counts["special_tokens"],
+        run_directory=str(root / "run"),
+        exit_directory=str(root / "exit"),
+        ranks=1,
+        threads_per_rank=1,
+        checkpoint=str(checkpoint),
+        output_directory=str(folders["export"]),
+        card=card,
+    )
+
+
+def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
+    """Write the inputs of an export below `root`, and return the job and the model.
+
+    The inputs are a tokenizer, tokens, index maps and a checkpoint. The job exports to
+    `root/export`.
+    """
+    folders = make_folders(root)
     with CorpusWriter(folders["corpus"]) as corpus:
         for number, text in enumerate(documents()):
             corpus.add(text, f"document {number}")
@@ -104,25 +147,5 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
         (None, None, None),
     )
     model = random_model(config, counts["vocab_size"])
-    checkpoint = save_checkpoint(
-        folders["checkpoints"],
-        5,
-        {f"model.{name}": value.detach() for name, value in model.named_parameters()},
-        {},
-    )
-    job = ConvertJob(
-        config=config,
-        token_prefixes=(str(prefix),),
-        index_directory=str(folders["index"]),
-        tokenizer_directory=str(folders["tokenizer"]),
-        vocab_size=counts["vocab_size"],
-        special_tokens=counts["special_tokens"],
-        run_directory=str(root / "run"),
-        exit_directory=str(root / "exit"),
-        ranks=1,
-        threads_per_rank=1,
-        checkpoint=str(checkpoint),
-        output_directory=str(folders["export"]),
-        card={"data": "repeated functions | twice", "test PPL": "12.34"},
-    )
-    return job, model
+    card = {"data": "repeated functions | twice", "test PPL": "12.34"}
+    return convert_job(root, config, folders, counts, prefix, model, card), model

@@ -16,6 +16,7 @@ from megacore.convert.imported import import_model
 from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.megatron.core import OFF
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
+from tests.checkpoint._examples import Payload
 from tests.convert._megatron import megatron_spec, weights
 from tests.convert._megatron_core import (
     Sharded,
@@ -45,16 +46,6 @@ def rewritten(directory: Path, edit: Callable[[Any], None]) -> None:
     metadata = pickle.loads(path.read_bytes())
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
-
-
-class Payload:
-    """An object that creates a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_nothing_in_the_files_is_executed(tmp_path: Path) -> None:

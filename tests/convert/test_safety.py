@@ -31,6 +31,7 @@ from megacore.errors import CheckpointError, ConversionError, FileAccessError, M
 from megacore.finetune import pretrained
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
+from tests.checkpoint._examples import Payload
 
 HF_CONFIG = {
     "model_type": "gpt2",
@@ -41,16 +42,6 @@ HF_CONFIG = {
     "n_layer": 1,
     "n_head": 2,
 }
-
-
-class Payload:
-    """An object that creates a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def pickled(path: Path, payload: Payload) -> None:

@@ -451,9 +451,8 @@ def test_sigkill_with_a_counted_oom_kill_is_memory_exhaustion(
         run(tmp_path, command, count_oom_kills=chain(counts, repeat(counts[-1])).__next__)
 
 
-def test_secondary_reason_does_not_hide_a_counted_oom_kill(
-    tmp_path: Path,
-) -> None:
+def loses_peer(directory: Path) -> str:
+    """Return Python code of a rank 0 that has lost another rank."""
     peer = {
         "rank": 0,
         "error": "RankLostError",
@@ -461,11 +460,16 @@ def test_secondary_reason_does_not_hide_a_counted_oom_kill(
         "time": 1.0,
         "secondary": True,
     }
-    script = f"""
+    return f"""
 import json, pathlib
-pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
-exit(1)
+pathlib.Path({str(directory / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
 """
+
+
+def test_secondary_reason_does_not_hide_a_counted_oom_kill(
+    tmp_path: Path,
+) -> None:
+    script = f"{loses_peer(tmp_path)}exit(1)"
     with pytest.raises(MemoryExhaustedError):
         run(
             tmp_path, [sys.executable, "-c", script], count_oom_kills=chain([1], repeat(2)).__next__
@@ -475,19 +479,8 @@ exit(1)
 def test_rank_without_a_reason_is_named_if_the_launcher_names_none(
     tmp_path: Path,
 ) -> None:
-    peer = {
-        "rank": 0,
-        "error": "RankLostError",
-        "message": "lost a peer",
-        "time": 1.0,
-        "secondary": True,
-    }
-    script = f"""
-import json, pathlib
-pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
-print("main: 7 exits with return code = -9")
-exit(1)
-"""
+    report = 'print("main: 7 exits with return code = -9")'
+    script = f"{loses_peer(tmp_path)}{report}\nexit(1)"
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
         run(tmp_path, [sys.executable, "-c", script], ranks=2)
 
