@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megacore.checkpoint.format import STATE_NAME, read_state
+from megacore.config.base import as_yaml
 from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError
 
@@ -153,9 +154,7 @@ def _pairs(
 
 def _shown(value: Any) -> str:
     """Return a value as a configuration writes it, without the unset fields of a mapping."""
-    if value is None:
-        return "null"
     if isinstance(value, BaseModel):
         fields = [f"{name}: {_shown(field)}" for name, field in value if field is not None]
         return f"{{{', '.join(fields)}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return as_yaml(value)

@@ -54,6 +54,13 @@ OMIT_DEFAULT = "omit_default"
 """Names in a field's `json_schema_extra`, read by `megacore.config.keys`."""
 
 
+def as_yaml(value: object) -> str:
+    """Return a plain value as YAML spells it: null, true or false, or else its text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class Section(BaseModel):
     """Immutable group of configuration values that refuses unknown names."""
 

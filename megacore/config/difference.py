@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from megacore.config.base import PretrainStage, Stage
+from megacore.config.base import PretrainStage, Stage, as_yaml
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import Declaration, declaration
 from megacore.config.run import RunConfig, with_current_names
@@ -65,7 +65,7 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as readable text."""
-        return f"{self.field}: {_shown(self.before)} -> {_shown(self.now)}"
+        return f"{self.field}: {as_yaml(self.before)} -> {as_yaml(self.now)}"
 
 
 def compare_configurations(
@@ -259,9 +259,3 @@ def _default(config: RunConfig, field: str) -> Any:
         return object()
     default = type(section).model_fields[last].default
     return list(default) if isinstance(default, tuple) else default
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from megacore.artifact.files import read_json
-from megacore.config.base import Section
+from megacore.config.base import Section, as_yaml
 from megacore.config.data import (
     DataConfig,
     HfTokenizer,
@@ -329,12 +329,10 @@ def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
 
 def _written(value: object) -> str:
     """Return `value` as written in YAML, of a section or its class only the kind."""
-    if value is None:
-        return "null"
     if isinstance(value, Section) or (isinstance(value, type) and issubclass(value, Section)):
         kind = type(value) if isinstance(value, Section) else value
         return f"{{kind: {get_args(kind.model_fields['kind'].annotation)[0]}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return as_yaml(value)
 
 
 _OWN_TOKENIZER = frozenset({"mistral", "olmo2", "phi3"})
