@@ -13,6 +13,7 @@ from typing import Literal, Self
 
 import numpy as np
 
+from megacore.config.base import as_yaml
 from megacore.config.data import NEOX_DEFAULTS, IndexStyle, Packing
 from megacore.errors import ConfigError
 
@@ -165,7 +166,7 @@ class IndexOptions:
             if value != getattr(IndexOptions, name):
                 raise ConfigError(
                     "data.index_style neox reproduces GPT-NeoX's order of samples, which "
-                    f"data.{name} {str(value).lower()} does not have: leave that at its default, "
+                    f"data.{name} {as_yaml(value)} does not have: leave that at its default, "
                     "or set data.index_style to megatron"
                 )
 
