@@ -645,6 +645,23 @@ def test_a_corpus_of_which_nothing_is_kept_is_refused(tmp_path: Path) -> None:
         run(tmp_path, file, {"step": "pii"}, name="skipped", options=options)
 
 
+def test_a_curation_that_an_earlier_version_began_continues(tmp_path: Path) -> None:
+    parts = jsonl_segments([write(tmp_path / "in.jsonl", ["one", "two"])], "text")
+    options, work = replace(OPTIONS, on_bad_line="skip"), tmp_path / "work"
+    work.mkdir()
+
+    def prepared() -> Job:
+        return Job.prepare(work, parts, steps_of({"step": "exact_dedup"}), {}, options, named=False)
+
+    prepared()
+    job = json.loads((work / "job.json").read_bytes())
+    del job["on_bad_line"]
+    (work / "job.json").write_text(json.dumps(job | {"skip_bad_lines": True}))
+    (work / "phases").mkdir()
+    assert prepared().on_bad_line == "skip"
+    assert (work / "phases").exists()
+
+
 def test_killed_anywhere_the_stage_continues_with_the_shards_that_are_done(
     tmp_path: Path,
 ) -> None:
