@@ -160,6 +160,28 @@ def test_the_padding_of_a_model_returns(
 
 
 @pytest.mark.parametrize(
+    ("pad", "expected"),
+    [
+        (3, (3, 3)),
+        pytest.param(1, (None, 1), id="the end, which an export names without a padding"),
+        pytest.param(100, (None, 1), id="outside the vocabulary"),
+    ],
+)
+def test_a_padding_only_in_generation_config_returns(
+    pad: int, expected: tuple[int | None, int], tmp_path: Path
+) -> None:
+    source, again = tmp_path / "hf", tmp_path / "again"
+    save_llama(source, bos=0, generation={"pad_token_id": pad}, begin="<begin>")
+    import_model(open_hf(source), source, tmp_path / "imported")
+    export_hf(open_source(tmp_path / "imported"), again)
+    written = [
+        json.loads((again / file).read_text(encoding="utf-8")).get("pad_token_id")
+        for file in ("config.json", "generation_config.json")
+    ]
+    assert tuple(written) == expected
+
+
+@pytest.mark.parametrize(
     ("bos", "begin", "ends", "expected"),
     [
         pytest.param(0, "<begin>", [1, 2], {"bos": 0, "eos": [1, 2]}, id="all in all files"),

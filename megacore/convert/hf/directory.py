@@ -50,22 +50,29 @@ def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
             generation_config.json is damaged, or the files of a T5 are missing or damaged.
     """
     hf_class, spec = read_spec(HfConfig.read(directory))
-    spec = with_ends_of_generation(spec, directory)
+    spec = with_tokens_of_generation(spec, directory)
     if spec.family != "t5":
         return hf_class, spec
     return hf_class, tied_as_in_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
 
 
-def with_ends_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """Return the spec with the further ends that generation_config.json names, if it exists.
+def with_tokens_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return the spec with the further ends and the padding that generation_config.json names.
+
+    The padding is that of config.json if that has one. The end of a text as padding is left out,
+    because exports of models without padding name it.
 
     Raises:
         ConversionError: if generation_config.json is damaged.
     """
     if not (directory / GENERATION_NAME).is_file():
         return spec
-    ends = HfConfig.read(directory, GENERATION_NAME).tokens("eos_token_id")
-    special = spec.special_tokens.with_ends(ends, spec.vocab_size)
+    generation = HfConfig.read(directory, GENERATION_NAME)
+    special = spec.special_tokens.with_ends(generation.tokens("eos_token_id"), spec.vocab_size)
+    pad = generation.token("pad_token_id")
+    if spec.family == "gpt" and special.pad is None and pad != special.eod:
+        known = pad is not None and pad < spec.vocab_size
+        special = special.model_copy(update={"pad": pad if known else None})
     return spec.model_copy(update={"special_tokens": special})
 
 
