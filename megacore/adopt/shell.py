@@ -6,6 +6,7 @@ that depends on the machine (files, hosts, output of programs) counts as false, 
 
 import contextlib
 import fnmatch
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,8 @@ def read_script(path: Path, given: Mapping[str, str] | None = None) -> Script:
         ConfigError: the file cannot be read, or the parser is not installed.
     """
     script = Script(str(path), given=frozenset(given or {}))
+    home = os.path.expanduser("~")  # unlike Path.home, it has no error
+    script.variables.values["HOME"] = Word((Part(home, Place("HOME", 0)),))
     place = Place("--set", 0)
     for name, value in (given or {}).items():
         script.variables.values[name] = Word((Part(value, place),))
@@ -640,7 +643,7 @@ class _Reader:
         elif name == "shift":
             self._shift(self.expander.number(words[1].text) if len(words) > 1 else 1)
         elif name == "set":
-            self._set(words[1:])
+            self._set(words[1:], words[0].place.line)
         elif name == "return":
             raise _ReturnError
         elif name in ("break", "continue"):
@@ -662,15 +665,16 @@ class _Reader:
             return
         self._number(arguments[count:])
 
-    def _set(self, words: list[Word]) -> None:
+    def _set(self, words: list[Word], line: int) -> None:
         """Replace the arguments; after options there may be a command of the next line."""
-        texts = [word.text for word in words]
-        if "--" in texts:
-            self._number(words[texts.index("--") + 1 :])
-        elif texts and texts[0][:1] not in ("-", "+"):
-            self._number(words)
-        else:
-            self._call(words[1:])
+        while words and words[0].text[:1] in ("-", "+") and words[0].text not in ("-", "--"):
+            words = words[2 if "o" in words[0].text else 1 :]
+        if words and words[0].place.line > line:
+            self._call(words)
+        elif words and words[0].text == "--":
+            self._number(words[1:])
+        elif words:
+            self._number(words[1:] if words[0].text == "-" else words)
 
     def _number(self, arguments: list[Word]) -> None:
         """Set the arguments of the script."""

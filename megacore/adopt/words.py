@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from megacore.adopt.rules import Place
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?!$-]")
+_TILDE = re.compile(r"~(?=[/\s]|$)")
+"""Home directory at the beginning of a word."""
 _BRACES = re.compile(
     r"(?P<mark>[!#]?)(?P<name>\w+|[@*#?])(?P<index>\[[^]]*\])?(?P<rest>.*)", re.DOTALL
 )
@@ -258,10 +260,20 @@ class Expander:
                 end = position + 1
                 while end < len(text) and text[end] not in "\\'\"$` \t\n":
                     end += 1
-                pieces.append((Part(text[position:end], place), True))
+                plain = text[position:end]
+                starts = not pieces and not quoted
+                if starts and _TILDE.match(text, position) and (home := self._home()):
+                    pieces.append((Part(home, place), True))
+                    plain = plain[1:]
+                pieces.append((Part(plain, place), True))
                 position = end
         if pieces or quoted:
             yield quoted, pieces
+
+    def _home(self) -> str:
+        """Return the directory that `~` stands for, empty if HOME has no value."""
+        home = self.variables.text("HOME")
+        return "" if home is None or home.unknown else home.text
 
     def _quoted(self, text: str, line: int) -> list[Part]:
         """Return the parts of a text in double quotes."""

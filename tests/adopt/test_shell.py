@@ -79,6 +79,9 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
         ("A=true\nif $A; then B=1; fi\npython t.py $B", ["1"]),
         ('set -- 8 9\nset -- --a $1 "$@"\npython t.py $@ $#', ["--a", "8", "8", "9", "4"]),
         ("set -euo pipefail\nset a\npython t.py $1", ["a"]),
+        ('set -x c -- d\npython t.py "$@"', ["c", "--", "d"]),
+        ('set -euo pipefail a b\nset +x\npython t.py "$@"', ["a", "b"]),
+        ('set - a "b c"\npython t.py "$@"', ["a", "b c"]),
         ("f() { python t.py ${10}; }\nf 1 2 3 4 5 6 7 8 9 x", ["x"]),
         ('read -r A B <<< "1 2 3"\npython t.py "$B" $A', ["2 3", "1"]),
         ("IFS=, read -ra A <<< 7,8\npython t.py ${A[1]} ${#A[@]}", ["8", "2"]),
@@ -106,6 +109,18 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
 )
 def test_words_are_those_of_bash(tmp_path: Path, text: str, expected: list[str]) -> None:
     assert words_of(tmp_path, text) == expected
+
+
+def test_home_directory_is_that_of_the_user_or_the_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'A=~/a\npython t.py $A ~ ~/b $HOME/c "$HOME/d" \'~/e\' "~/f" \\~/g h~/i ~j/k'
+    kept = ["~/e", "~/f", "~/g", "h~/i", "~j/k"]
+    monkeypatch.setenv("HOME", "/home/me")
+    home = ["/home/me/a", "/home/me", "/home/me/b", "/home/me/c", "/home/me/d"]
+    assert words_of(tmp_path, text) == [*home, *kept]
+    given = ["/x/a", "/x", "/x/b", "/x/c", "/x/d"]
+    assert words_of(tmp_path, text, HOME="/x") == [*given, *kept]
 
 
 def test_each_word_names_its_line(tmp_path: Path) -> None:
