@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.artifact import lock
 from megacore.artifact.files import canonical_json
+from megacore.observe.logging import short_number
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
@@ -193,9 +194,10 @@ def _holder(tracking: Tracking, name: str, alias: str) -> "ModelVersion | None":
 def _relation(first: float, second: float) -> str:
     """Return how the first value compares with the second, with as many digits as that takes."""
     if math.isnan(second):
-        return f"is {first:.2f}, while that of this version is not a number"
+        return f"is {short_number(first)}, while that of this version is not a number"
     if first == second:
-        return f"is the same ({first:.2f})"
-    digits = next((n for n in (2, 4, 6) if f"{first:.{n}f}" != f"{second:.{n}f}"), 12)
+        return f"is the same ({short_number(first)})"
+    pairs = [(short_number(first, f".{n}f"), short_number(second, f".{n}f")) for n in (2, 4, 6, 12)]
+    left, right = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
     word, sign = ("lower", "<") if first < second else ("higher", ">")
-    return f"is {word} ({first:.{digits}f} {sign} {second:.{digits}f})"
+    return f"is {word} ({left} {sign} {right})"

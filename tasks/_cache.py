@@ -4,6 +4,7 @@ Each artifact has one key. A cache hit counts only after its files were checked.
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from megacore.artifact.files import access_error, require_space, workspace_error
 from megacore.artifact.manifest import depth_of
 from megacore.artifact.workspace import FOLDERS, workspace_root
 from megacore.errors import ArtifactError, MegacoreError
+from megacore.observe.logging import counted
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
 
@@ -113,13 +115,13 @@ class ArtifactPolicy(CachePolicy):
     ) -> str | None:
         """Return the cache key.
 
-        Prefect would silently turn caching off after an exception here, so the error is logged
-        first.
+        After an exception here, Prefect turns caching off and runs the task. The task computes its
+        key again, so an error of `key_of` is reported as the task's; another one is logged first.
         """
+        key: StageKey = self.key_of(**inputs)
+        record = f"{task_ctx.task.name}-{key.key}"
+        path = Path(PREFECT_LOCAL_STORAGE_PATH.value()) / record
         try:
-            key: StageKey = self.key_of(**inputs)
-            record = f"{task_ctx.task.name}-{key.key}"
-            path = Path(PREFECT_LOCAL_STORAGE_PATH.value()) / record
             if path.exists():
                 problem = self._checked(**inputs)
                 if problem:
@@ -265,15 +267,22 @@ def summarize(counts: dict[str, Any]) -> str:
     for name, value in counts.items():
         label = name.replace("_", " ")
         if isinstance(value, dict) and "samples" in value:
-            parts.append(f"{value['samples']:,} {label} samples")
+            parts.append(counted(value["samples"], f"{label} sample"))
         if isinstance(value, (bool, dict)) or value is None:
             continue
         if isinstance(value, list):
-            parts.append(f"{len(value)} {label}")
+            parts.append(_counted(len(value), label))
         elif isinstance(value, int):  # "1,786 documents", but "eod id 0"
-            parts.append(f"{value:,} {label}" if label.endswith("s") else f"{label} {value:,}")
+            parts.append(_counted(value, label) if label.endswith("s") else f"{label} {value:,}")
         elif isinstance(value, float):
             parts.append(f"{label} {value:.4g}")
         else:
             parts.append(f"{label} {value}")
     return ", ".join(parts)
+
+
+def _counted(number: int, nouns: str) -> str:
+    """Return a number with its nouns, of which one is in the singular: "1 removed copy"."""
+    if number == 1:
+        nouns = re.sub("(?<!s)s$", "", re.sub("ies$", "ys", nouns))
+    return f"{number:,} {nouns}"

@@ -18,11 +18,11 @@ class SentenceFilter(logging.Filter):
     """Filter that drops tracebacks of a MegacoreError, a failing disk or Prefect's full database.
 
     Prefect's message about a retry is dropped when the task counts its retries and logs a better
-    one.
+    one, and that about a cache key without one, because the task fails with the same error.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is shown; errors are shortened, never dropped."""
+        """Return True if the record is shown."""
         values = record.args if isinstance(record.args, tuple) else ()
         if str(record.msg).startswith("Task run failed") and any(
             isinstance(value, CountedRetries) for value in values
@@ -32,6 +32,8 @@ class SentenceFilter(logging.Filter):
         if isinstance(error, OSError):
             error = access_error(error)
         if isinstance(error, MegacoreError):
+            if str(record.msg).startswith("Error encountered when computing cache key"):
+                return False
             record.msg = f"{type(error).__name__}: {error}"
             record.args = ()
             record.exc_info = None

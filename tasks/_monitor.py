@@ -23,6 +23,7 @@ from rich.theme import Theme
 from megacore.artifact.files import access_errors
 from megacore.errors import MegacoreError
 from megacore.observe.events import EventReader, end_of_lines
+from megacore.observe.logging import short_number
 from tasks._perplexity import PerplexityTable
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
@@ -239,7 +240,9 @@ class TrainingMonitor:
         if event["kind"] == "perplexity":
             name = f"perplexity {event['iteration']}"
             self._sender.add(name, partial(self._perplexities.measured, event))
-            self._ppl = f", valid_ppl {event['valid_ppl']:.2f}" if event["valid_ppl"] else ""
+            self._ppl = (
+                f", valid_ppl {short_number(event['valid_ppl'])}" if event["valid_ppl"] else ""
+            )
             if self._step is not None:
                 self._show_step(self._step)  # the last one would keep the perplexity before it
         if event["kind"] == "step":

@@ -15,6 +15,7 @@ from prefect.events import emit_event
 
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.observe.events import EventReader
+from megacore.observe.logging import short_number
 
 KEY = "perplexity"
 """Key of the table among Prefect's artifacts."""
@@ -111,4 +112,4 @@ class PerplexityTable:
 
 
 def _text(ppl: float | None) -> str:
-    return "-" if ppl is None else f"{ppl:.2f}"
+    return "-" if ppl is None else short_number(ppl)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from megacore.artifact import Artifact
 from megacore.artifact.files import replace_file, workspace_errors
 from megacore.config import RunConfig
-from megacore.observe.logging import MFU_NAMES
+from megacore.observe.logging import MFU_NAMES, short_number
 from megacore.redact import redact, redact_values
 from tasks._cache import summarize
 from tasks._mlflow import versions
@@ -177,7 +177,7 @@ def _headline(history: RunHistory, facts: ReportFacts) -> list[tuple[str, str, s
         (
             "Test PPL",
             _ppl(best["test_ppl"] if best else None),
-            f"unigram model {unigram['test']:.2f}" if unigram else "not measured",
+            f"unigram model {short_number(unigram['test'])}" if unigram else "not measured",
         ),
         (
             "Validation PPL",
@@ -372,20 +372,20 @@ def _by_position(facts: ReportFacts, split: str) -> dict[int, list[dict[str, Any
 def _zero_shot_rows(facts: ReportFacts) -> list[tuple[str, str, list[str]]]:
     """Return text, measure and the values of all checkpoints."""
     measures = {
-        ("WikiText", "PPL per word"): ("wikitext", "word_ppl", "{:,.2f}"),
-        ("WikiText", "PPL per token"): ("wikitext", "token_ppl", "{:,.2f}"),
-        ("LAMBADA", "accuracy"): ("lambada", "accuracy", "{:.2%}"),
-        ("LAMBADA", "PPL of last words"): ("lambada", "target_ppl", "{:,.2f}"),
-        ("Passkey", "accuracy"): ("passkey", "accuracy", "{:.2%}"),
-        ("Passkey", "ranked accuracy"): ("passkey", "ranked_accuracy", "{:.2%}"),
+        ("WikiText", "PPL per word"): ("wikitext", "word_ppl", ",.2f"),
+        ("WikiText", "PPL per token"): ("wikitext", "token_ppl", ",.2f"),
+        ("LAMBADA", "accuracy"): ("lambada", "accuracy", ".2%"),
+        ("LAMBADA", "PPL of last words"): ("lambada", "target_ppl", ",.2f"),
+        ("Passkey", "accuracy"): ("passkey", "accuracy", ".2%"),
+        ("Passkey", "ranked accuracy"): ("passkey", "ranked_accuracy", ".2%"),
     }
     return [
         (
             text,
             measure,
-            [shown.format(scores[name][value]) for scores in facts.zero_shot.values()],
+            [short_number(scores[name][value], style) for scores in facts.zero_shot.values()],
         )
-        for (text, measure), (name, value, shown) in measures.items()
+        for (text, measure), (name, value, style) in measures.items()
         if facts.zero_shot and all(name in scores for scores in facts.zero_shot.values())
     ]
 
@@ -427,7 +427,7 @@ def _passkey_tables(facts: ReportFacts) -> list[dict[str, Any]]:
 
 
 def _ppl(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:,.2f}"
+    return _UNKNOWN if value is None else short_number(value, ",.2f")
 
 
 def _size(count: int) -> str:

@@ -11,6 +11,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob
+from megacore.observe.logging import short_number
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, fresh_scratch, stage_task
 from tasks._monitor import log_tail
@@ -134,7 +135,7 @@ def _card(
         "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
         "run": trained.directory.name,
         "iteration": str(scores["iteration"]),
-        "valid_ppl": f"{scores['valid_ppl']:.2f}",
-        "test_ppl": f"{scores['test_ppl']:.2f}",
-        "unigram_test_ppl": f"{evaluation.counts['unigram_test_ppl']:.1f}",
+        "valid_ppl": short_number(scores["valid_ppl"]),
+        "test_ppl": short_number(scores["test_ppl"]),
+        "unigram_test_ppl": short_number(evaluation.counts["unigram_test_ppl"], ".1f"),
     }

@@ -29,6 +29,7 @@ from megacore.errors import (
     TrackingError,
 )
 from megacore.jobs.run import EvaluateJob
+from megacore.observe.logging import short_number
 from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
 from tasks._cache import StageResult, artifact_problem, build, fresh_scratch, stage_task
@@ -455,11 +456,13 @@ def evaluation_summary(report: dict[str, Any]) -> str:
     """Return the perplexities of each checkpoint as a markdown table."""
     lines = ["| checkpoint, best first | validation PPL | test PPL |", "| --- | ---: | ---: |"]
     lines += [
-        f"| {row['checkpoint']} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |"
+        f"| {row['checkpoint']} | {short_number(row['valid_ppl'])} | "
+        f"{short_number(row['test_ppl'])} |"
         for row in sorted(report["checkpoints"], key=lambda row: row["valid_ppl"])
     ]
     unigram = report["unigram"]
-    lines.append(f"| unigram model | {unigram['valid']:.2f} | {unigram['test']:.2f} |")
+    baseline = f"{short_number(unigram['valid'])} | {short_number(unigram['test'])}"
+    lines.append(f"| unigram model | {baseline} |")
     disagreements = [row["disagreement"] for row in report["checkpoints"] if row["disagreement"]]
     lines += ["", *disagreements] if disagreements else []
     return "\n".join(lines) + "\n"

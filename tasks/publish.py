@@ -14,6 +14,7 @@ from megacore.artifact.files import replace_file, workspace_errors
 from megacore.artifact.workspace import EVENTS_FILE, SAMPLE_FILE
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.observe.logging import short_number
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, fresh_scratch, stage_task
@@ -276,18 +277,13 @@ def outcome(
     It shows perplexities, epochs, a text of the model, and the locations of the results.
     """
     counts = evaluation.counts
-    get_run_logger().info(
-        "validation PPL: %.2f (unigram %.2f)", counts["valid_ppl"], counts["unigram_valid_ppl"]
-    )
-    get_run_logger().info(
-        "test PPL: %.2f (unigram %.2f)", counts["test_ppl"], counts["unigram_test_ppl"]
-    )
+    names = ("valid_ppl", "unigram_valid_ppl", "test_ppl", "unigram_test_ppl")
+    valid, unigram_valid, test, unigram_test = (short_number(counts[name]) for name in names)
+    get_run_logger().info("validation PPL: %s (unigram %s)", valid, unigram_valid)
+    get_run_logger().info("test PPL: %s (unigram %s)", test, unigram_test)
     sample = read_sample(export)
     lines = [
-        (
-            f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL "
-            f"{counts['valid_ppl']:.2f}"
-        ),
+        f"## {config.name}: test PPL {test}, validation PPL {valid}",
         "",
         evaluation_summary(read_evaluation(evaluation)),
         epochs_summary(config, index),

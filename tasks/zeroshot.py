@@ -18,6 +18,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError, TrackingError
 from megacore.jobs.model import ModelSource, ZeroShotJob, places
+from megacore.observe.logging import short_number
 from megacore.plan.preflight import resolve_launch, unseen_gpus
 from megacore.ranks.stages import log_name, run_job
 from megacore.tokenizer import load_tokenizer
@@ -266,8 +267,8 @@ def _columns(scores: dict[str, dict[str, Any]]) -> dict[str, str]:
             if result["overlapping_eval"] < result["seq_length"]
             else ""
         )
-        columns[f"WikiText PPL per word{stride}"] = f"{result['word_ppl']:,.2f}"
-        columns[f"WikiText PPL per token{stride}"] = f"{result['token_ppl']:,.2f}"
+        columns[f"WikiText PPL per word{stride}"] = short_number(result["word_ppl"], ",.2f")
+        columns[f"WikiText PPL per token{stride}"] = short_number(result["token_ppl"], ",.2f")
     if "lambada" in scores:
         result = scores["lambada"]
         columns[f"LAMBADA accuracy of {result['passages']:,}"] = f"{result['accuracy']:.2%}"

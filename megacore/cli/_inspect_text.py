@@ -15,8 +15,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from megacore.inspect.tokens import counted
 from megacore.inspect.verify import Damage, Unchecked
+from megacore.observe.logging import counted
 
 _PREVIEW_CHARACTERS = 400
 _PREVIEW_IDS = 24

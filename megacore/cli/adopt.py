@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megacore.observe.logging import counted
+
 if TYPE_CHECKING:
     from megacore.adopt.adopt import Adoption
     from megacore.adopt.rules import Draft
@@ -69,7 +71,7 @@ def adopt(
         check_new(target, "--output")
     _report(result)
     refused = len(result.draft.refused)
-    features = f"{refused} feature{'s' if refused != 1 else ''} of {shown} "
+    features = f"{counted(refused, 'feature')} of {shown} "
     features += "are refused" if refused != 1 else "is refused"
     if not result.text:
         hint = "--partial writes the rest" if not partial else "the rest is no valid configuration"
@@ -132,9 +134,9 @@ def _report(result: "Adoption") -> None:
     if remarks:
         lines.append("remarks:")
         lines += [f"  {remark}" for remark in dict.fromkeys(remarks)]
-    count = len(draft.values)
     lines.append(
-        f"{count} values, {len(draft.without_effect)} settings without effect here, "
+        f"{counted(len(draft.values), 'value')}, "
+        f"{counted(len(draft.without_effect), 'setting')} without effect here, "
         f"{len(draft.refused)} refused"
     )
     if result.comparison is not None:

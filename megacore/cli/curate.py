@@ -12,6 +12,7 @@ import typer
 
 from megacore.cli._options import VariadicCommand
 from megacore.errors import ConfigError, FileAccessError, WorkspaceError
+from megacore.observe.logging import counted
 
 
 class CurateCommand(VariadicCommand):
@@ -119,7 +120,8 @@ def curate(
     sys.stdout.write(report_text(read_json(output / REPORT_NAME)))
     size = counts["bytes_read"] / 1e6
     sys.stdout.write(
-        f"\n{output}: {counts['documents']:,} of {counts['documents_read']:,} documents kept, "
+        f"\n{output}: {counts['documents']:,} of "
+        f"{counted(counts['documents_read'], 'document')} kept, "
         f"{size:,.1f} MB in {seconds:.2f} s ({size / seconds:,.1f} MB/s)\n"
     )
 

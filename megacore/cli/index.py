@@ -9,6 +9,7 @@ import typer
 
 from megacore.cli._options import VariadicCommand
 from megacore.errors import ConfigError
+from megacore.observe.logging import counted
 
 if TYPE_CHECKING:
     from megacore.data.index_options import Mixture, SentenceOptions
@@ -184,15 +185,15 @@ def _sentences(
 
 
 def _summary(entry: Mapping[str, Any]) -> str:
-    text = f"{entry['samples']:,} samples of "
-    text += f"{entry['documents']:,} documents, " if "documents" in entry else ""
-    text += f"{entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
+    text = f"{counted(entry['samples'], 'sample')} of "
+    text += f"{counted(entry['documents'], 'document')}, " if "documents" in entry else ""
+    text += f"{counted(entry['sequences'], 'sequence')} with {counted(entry['tokens'], 'token')}"
     padding = f", {100 * entry['padding']:.3g} % padding" if entry.get("padding") else ""
     if "members" in entry:
         return f"{text}{padding}" + "".join(
             f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"]
         )
-    epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}{padding}"
+    epochs = f"{counted(entry['epochs'], 'epoch')}{padding}"
     return (
         f"{text}, {epochs}"
         f"{', the last one shuffled by itself' if entry.get('separate_final_epoch') else ''}"

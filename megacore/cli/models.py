@@ -10,6 +10,7 @@ import typer
 
 from megacore.cli._options import check_output_file
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
+from megacore.observe.logging import short_number
 
 if TYPE_CHECKING:
     from megacore.config.spec import ModelSpec
@@ -46,7 +47,6 @@ InteractiveOption = Annotated[
 ]
 _FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "ranked_accuracy", "target_ppl")
 """Measures to show first."""
-_LARGE = 1e6
 
 
 def evaluate(
@@ -188,13 +188,7 @@ def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
         measures = scored | cells
         for name in sorted(measures, key=lambda name: (name not in _FIRST_MEASURES, name)):
             value = measures[name]
-            shown = (
-                f"{value:,}"
-                if isinstance(value, int)
-                else f"{value:,.4f}"
-                if value < _LARGE
-                else f"{value:.4e}"
-            )
+            shown = f"{value:,}" if isinstance(value, int) else short_number(value, ",.4f")
             table.add_row(text, name.replace("_", " "), shown)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megacore.errors import ConfigError, HostsSilentError
+from megacore.observe.logging import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,7 +161,7 @@ def _predict_table(table: Path | None, output: Path | None) -> None:
     if output is None:
         raise ConfigError("--table needs --output FILE.csv, the table with the predictions")
     rows, refused = predict_table(table, output)
-    _print(f"{rows} rows, {refused} refused, wrote {output}")
+    _print(f"{counted(rows, 'row')}, {refused} refused, wrote {output}")
 
 
 def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:

@@ -15,6 +15,7 @@ import typer
 from megacore.cli._options import VariadicCommand
 from megacore.cli._preprocess_data import translated
 from megacore.errors import ConfigError
+from megacore.observe.logging import counted
 
 if TYPE_CHECKING:
     from megacore.config.data import ExistingTokenizer
@@ -184,9 +185,11 @@ def _separate(patterns: list[str]) -> list[str]:
 
 
 def _report(target: str, counts: dict[str, int], size: int, seconds: float) -> None:
-    skipped = f", {counts['skipped_lines']:,} lines skipped" if counts["skipped_lines"] else ""
+    skipped = counts["skipped_lines"]
+    lines = f", {counted(skipped, 'line')} skipped" if skipped else ""
     sys.stdout.write(
-        f"{target}: {counts['documents']:,} documents, {counts['tokens']:,} tokens{skipped}, "
+        f"{target}: {counted(counts['documents'], 'document')}, "
+        f"{counted(counts['tokens'], 'token')}{lines}, "
         f"{size / 1e6:,.1f} MB in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s)\n"
     )
 

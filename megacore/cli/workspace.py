@@ -11,9 +11,7 @@ from megacore.artifact import Workspace
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.workspace import workspace_root
 from megacore.errors import ConfigError, WorkspaceError
-
-_LARGE = 1e6
-"""Perplexity from which its digits would fill the table, as of a diverged run."""
+from megacore.observe.logging import counted, short_number
 
 WorkspaceOption = Annotated[
     Path | None,
@@ -128,9 +126,11 @@ def clean(
         Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
     removed = items if dry_run else remove(items)
     total = sum(item.size for item in removed) / 2**20
-    kept = f"; {len(items) - len(removed)} are in use" if len(removed) < len(items) else ""
+    used = len(items) - len(removed)
+    kept = f"; {used} {'is' if used == 1 else 'are'} in use" if used else ""
     Console().print(
-        f"{'would remove' if dry_run else 'removed'} {len(removed)} items, {total:.1f} MiB{kept}"
+        f"{'would remove' if dry_run else 'removed'} {counted(len(removed), 'item')}, "
+        f"{total:.1f} MiB{kept}"
     )
 
 
@@ -146,4 +146,4 @@ def _number(value: float | None) -> str:
         return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.2f}" if value < _LARGE else f"{value:.2e}"
+    return short_number(value)

@@ -27,7 +27,8 @@ from megacore.data.index_directory import (
 from megacore.data.index_options import IndexOptions
 from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
 from megacore.errors import DataFormatError
-from megacore.inspect.tokens import blocks, counted, document_of
+from megacore.inspect.tokens import blocks, document_of
+from megacore.observe.logging import counted
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _BLOCK = 1 << 20

@@ -214,11 +214,6 @@ def document_of(dataset: IndexedDataset, sequence: int) -> int:
     return int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 sequence" or "1,204 sequences"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
     """Return statistics of the sequence lengths, or None if there is no sequence."""
     if not len(lengths):

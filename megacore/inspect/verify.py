@@ -42,7 +42,8 @@ from megacore.inspect.index import (
     outside,
 )
 from megacore.inspect.provenance import find_origins
-from megacore.inspect.tokens import count_empty, counted, find_prefixes
+from megacore.inspect.tokens import count_empty, find_prefixes
+from megacore.observe.logging import counted
 from megacore.token_files.indexed_dataset import (
     MEMBERS_NAME,
     TOKENS_NAMES,

@@ -26,6 +26,8 @@ memory_logger = logging.getLogger("megacore.memory")
 PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
 
+_MANY_DIGITS = 1e6
+"""Measure from which its digits would fill a table, as of a diverged run."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of an output that is no closed pipe."""
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -253,14 +255,31 @@ def source_line(title: str, losses: Sequence[Mapping[str, Any]]) -> str:
 def perplexity_line(iteration: int, loss: float, *, samples: int, seconds: float) -> str:
     """Return the log line of a checkpoint's perplexity on the validation split."""
     return (
-        f" valid_ppl at iteration {iteration}: {perplexity(loss):.4f} | valid_loss: {loss:.6E} | "
-        f"samples: {samples} | seconds: {seconds:.1f} | "
+        f" valid_ppl at iteration {iteration}: {short_number(perplexity(loss), '.4f')} | "
+        f"valid_loss: {loss:.6E} | samples: {samples} | seconds: {seconds:.1f} | "
     )
 
 
 def display_name(name: str) -> str:
     """Return the name of a loss in log lines and TensorBoard: `sop loss` for `sop_loss`."""
     return name.replace("_", " ")
+
+
+def short_number(value: float, style: str = ".2f") -> str:
+    """Format a measure; from a million on, as a perplexity of a diverged run, with an exponent.
+
+    Args:
+        value: the measure.
+        style: how to format smaller ones, such as ".2f" or ",.4f".
+    """
+    if value < _MANY_DIGITS:
+        return format(value, style)
+    return format(value, style.replace(",", "").replace("f", "e"))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 sequence" or "1,204 sequences"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def perplexity(loss: float) -> float:

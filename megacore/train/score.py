@@ -28,7 +28,13 @@ from megacore.kernels.choice import choose_kernels
 from megacore.kernels.implementation import Setting
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
-from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity, source_line
+from megacore.observe.logging import (
+    PPL_TOLERANCE,
+    logger,
+    perplexity,
+    short_number,
+    source_line,
+)
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.checkpoints import PRECISION_KEY, VALIDATION_KEY
 from megacore.train.evaluate import batches_of_rank, evaluate_split, evaluated_samples
@@ -147,12 +153,12 @@ class CheckpointScorer:
         if result["disagreement"] and self._mesh.rank == 0:
             logger.warning(result["disagreement"])
         logger.info(
-            "iteration %d | test_loss: %.6E | test_ppl: %.4f | valid_loss: %.6E | valid_ppl: %.4f",
+            "iteration %d | test_loss: %.6E | test_ppl: %s | valid_loss: %.6E | valid_ppl: %s",
             iteration,
             result["test_loss"],
-            result["test_ppl"],
+            short_number(result["test_ppl"], ".4f"),
             result["valid_loss"],
-            result["valid_ppl"],
+            short_number(result["valid_ppl"], ".4f"),
         )
         return result
 
@@ -200,9 +206,10 @@ class CheckpointScorer:
         difference = abs(valid_ppl - expected) / expected
         if difference <= PPL_TOLERANCE:
             return None
+        measured, before = (short_number(value, ".4f") for value in (valid_ppl, expected))
         return (
-            f"valid_ppl of {checkpoint.name} is {valid_ppl:.4f} in {self._precision}, but training "
-            f"measured {expected:.4f} in {state.get(PRECISION_KEY, 'an unknown precision')} on the "
+            f"valid_ppl of {checkpoint.name} is {measured} in {self._precision}, but training "
+            f"measured {before} in {state.get(PRECISION_KEY, 'an unknown precision')} on the "
             f"same {samples} samples, a relative difference of {difference:.1e} where "
             f"{PPL_TOLERANCE:.0e} is expected: the checkpoint, the layout or the kernels change "
             "the model; evaluate again with train.kernels plain and with another "

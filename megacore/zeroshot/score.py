@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.config.rope import same_up_to
 from megacore.config.train import PasskeyConfig
 from megacore.models.gpt import GPTModel
-from megacore.observe.logging import logger, perplexity
+from megacore.observe.logging import logger, perplexity, short_number
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer
 from megacore.train.evaluate import batches_of_rank
@@ -168,9 +168,9 @@ class ZeroshotScorer:
             overlapping_eval=overlapping_eval or seq_length,
         )
         logger.info(
-            "WikiText | PPL per word: %.4f | PPL per token: %.4f | tokens: %d",
-            score.word_ppl,
-            score.token_ppl,
+            "WikiText | PPL per word: %s | PPL per token: %s | tokens: %d",
+            short_number(score.word_ppl, ".4f"),
+            short_number(score.token_ppl, ".4f"),
             score.tokens,
         )
         return score
@@ -217,7 +217,9 @@ class ZeroshotScorer:
             left_out=total - len(passages),
         )
         logger.info(
-            "LAMBADA | accuracy: %.4f | PPL of last words: %.4f", score.accuracy, score.target_ppl
+            "LAMBADA | accuracy: %.4f | PPL of last words: %s",
+            score.accuracy,
+            short_number(score.target_ppl, ".4f"),
         )
         return score
 

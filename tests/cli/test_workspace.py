@@ -63,7 +63,7 @@ def test_clean_lists_what_it_removes(tmp_path: Path) -> None:
     stale = tmp_path / "index" / "abcd.tmp-1"
     stale.mkdir(parents=True)
     dry = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path), "--dry-run"])
-    assert "would remove 1 items" in dry.output
+    assert "would remove 1 item, 0.0 MiB" in dry.output
     assert stale.exists()
     result = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path)])
     assert str(stale) in result.output

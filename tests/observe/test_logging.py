@@ -17,10 +17,13 @@ from megacore.observe.logging import (
     MemoryUse,
     StepReport,
     configure_logging,
+    counted,
     memory_line,
     memory_logger,
     perplexity,
+    perplexity_line,
     setup_lines,
+    short_number,
     step_line,
     time_line,
     validation_line,
@@ -189,3 +192,17 @@ def test_an_output_that_cannot_be_written_is_one_sentence(unbuffered: str) -> No
         "place\n"
     )
     assert result.returncode == 1
+
+
+def test_digits_of_a_diverged_measure_are_not_shown() -> None:
+    assert [short_number(value) for value in (99.875, 999_999.0)] == ["99.88", "999999.00"]
+    assert short_number(12_345.678, ",.4f") == "12,345.6780"
+    assert short_number(3.05e51) == "3.05e+51"
+    assert short_number(3.05e51, ",.4f") == "3.0500e+51"
+    assert [short_number(value) for value in (math.inf, math.nan)] == ["inf", "nan"]
+    line = perplexity_line(10, 118.0, samples=1, seconds=1.0)
+    assert "valid_ppl at iteration 10: 1.7650e+51 | valid_loss: 1.180000E+02" in line
+
+
+def test_one_is_counted_in_the_singular() -> None:
+    assert [counted(n, "token") for n in (0, 1, 1204)] == ["0 tokens", "1 token", "1,204 tokens"]

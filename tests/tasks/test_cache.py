@@ -1,6 +1,7 @@
 """Checks of cached artifacts, whose files are compared before a cache hit counts."""
 
 import errno
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ import pytest
 from prefect.serializers import JSONSerializer
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.states import Failed
+from prefect.task_engine import SyncTaskRunEngine
 from pydantic import ValidationError
 
 from megacore.artifact import Artifact, StageKey, Workspace, build_artifact, open_artifact
 from megacore.config import RunConfig, load_config
-from megacore.errors import ConfigError, RankLostError
+from megacore.errors import ConfigError, DataFormatError, RankLostError
 from tasks._cache import (
     ArtifactPolicy,
     StageResult,
@@ -22,6 +24,7 @@ from tasks._cache import (
     should_retry,
     summarize,
 )
+from tasks._logging import RUN_LOGGERS, shorten_user_errors
 
 KEY = StageKey.of("collect", 1, {"source": "test"})
 
@@ -150,3 +153,31 @@ def test_counts_are_summarized_in_words() -> None:
     assert summarize(counts) == (
         "1,786 documents, vocab size 8,192, valid ppl 98.77, best iter_0000700, 2 checkpoints"
     )
+    one = {"documents": 1, "removed_copies": 1, "checkpoints": [1], "test": {"samples": 1}}
+    assert summarize(one) == "1 document, 1 removed copy, 1 checkpoint, 1 test sample"
+
+
+def test_error_of_a_key_is_only_reported_by_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> StageKey:
+        raise DataFormatError("no file matches '*.txt'")
+
+    shown: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: shown.append(record.getMessage()))
+    log = logging.getLogger("prefect.task_runs")
+    context = SimpleNamespace(task=SimpleNamespace(name="collect"))
+    monkeypatch.setattr("prefect.task_engine.TaskRunContext.get", lambda: context)
+    engine: Any = SimpleNamespace(
+        task=SimpleNamespace(cache_policy=ArtifactPolicy(fail)), parameters={}, logger=log
+    )
+    shorten_user_errors()
+    for name in RUN_LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        assert SyncTaskRunEngine.compute_transaction_key(engine) is None
+    finally:
+        for name in RUN_LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+    assert shown == []

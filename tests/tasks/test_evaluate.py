@@ -1,6 +1,7 @@
 """Scores of a run's checkpoints: keys, one start of the ranks, retries, deletion and data sets."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from tasks import evaluate as module
 from tasks._checkpoint_models import log_perplexities
 from tasks._mlflow import Dataset, RunFacts, Tracking, log_datasets, recorded_run_id
 from tasks._mlflow_events import Forwarder
-from tasks.evaluate import Scoring, Target, kept_checkpoints, score_key, unless_deleted
+from tasks.evaluate import (
+    Scoring,
+    Target,
+    evaluation_summary,
+    kept_checkpoints,
+    score_key,
+    unless_deleted,
+)
 from tasks.index import RunData
 from tests.tasks.events import EventLog
 
@@ -267,3 +275,15 @@ def test_report_has_a_row_for_each_checkpoint_and_names_the_best(tmp_path: Path)
     assert [row["checkpoint"] for row in report["checkpoints"]] == ["iter_0000001", "iter_0000002"]
     assert module.best_row(report)["checkpoint"] == "iter_0000002"
     assert report["unigram"] == {"valid": 5.0, "test": 6.0}
+
+
+def test_summary_shortens_perplexities_of_a_diverged_run() -> None:
+    row = {"checkpoint": "iter_0000010", "valid_ppl": 3.05e51, "test_ppl": math.inf}
+    summary = evaluation_summary(
+        {
+            "checkpoints": [{**row, "disagreement": None}],
+            "unigram": {"valid": 738.2, "test": 653.3},
+        }
+    )
+    assert "| iter_0000010 | 3.05e+51 | inf |" in summary
+    assert "| unigram model | 738.20 | 653.30 |" in summary
