@@ -422,8 +422,13 @@ def _lacks_directory(error: OSError) -> bool:
 
 
 def _place(error: OSError, path: Path | None) -> str:
-    """Return the path in an error; a bare name is one in a directory that `rmtree` has open."""
+    """Return the path in an error; that of a temporary file is the path it is written for.
+
+    A bare name is one in a directory that `rmtree` has open.
+    """
     named = str(error.filename or "")
+    if path is not None and named.startswith(f"{path}{TEMPORARY}"):
+        return str(path)
     if path is None or os.sep in named:
         return named
     return str(path) if named in ("", path.name) else f"{named} in {path}"

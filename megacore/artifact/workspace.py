@@ -5,6 +5,7 @@ This module does not import torch.
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +112,12 @@ class Workspace:
                         "directory"
                     )
                 root.mkdir(parents=True, exist_ok=True)
-                probe.write_bytes(b"x")
+                try:
+                    probe.write_bytes(b"x")
+                except OSError:  # a full disk may have taken the file without its content
+                    with suppress(OSError):
+                        probe.unlink()
+                    raise
                 probe.unlink()
         except OSError as error:
             raise WorkspaceError(

@@ -83,10 +83,10 @@ def check_new(target: Path, option: str = "--name") -> None:
 
 def write_new(target: Path, text: str, option: str = "--name") -> None:
     """Write a file that is complete or absent after a crash, and never replaces another."""
-    from megacore.artifact.files import replace_file, workspace_errors
+    from megacore.artifact.files import TEMPORARY, replace_file, workspace_errors
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    with workspace_errors(target):
+    temporary = target.with_name(f"{target.name}{TEMPORARY}{os.getpid()}")
+    with workspace_errors(target, f"give another {option}"):
         try:
             replace_file(temporary, text.encode("utf-8"))
             try:

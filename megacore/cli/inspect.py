@@ -128,6 +128,8 @@ def verify(
                 terminal.show_unchecked(result)
             else:
                 terminal.show_check(result.name, result.result)
+    if not count:
+        sys.stdout.write(f"{path} has nothing to check yet: no stage or checkpoint is complete\n")
     if damaged:
         terminal.show_damaged(damaged, count)
     if damaged or unread:

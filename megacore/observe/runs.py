@@ -58,10 +58,12 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     if len(matches) == 1:
         return Path(matches[0]["path"])
     listed = matches or called or all_runs
-    listing = (
-        ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
-        or "none"
-    )
+    if not listed:
+        raise ConfigError(
+            f"no run is {name!r} in {workspace.root}, which has no runs: name another workspace "
+            "with --workspace or MEGACORE_WORKSPACE"
+        )
+    listing = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
     listing += f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     if called and not matches:
         verb = "is" if len(called) == 1 else "are"

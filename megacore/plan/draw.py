@@ -1,11 +1,12 @@
 """Drawings of a pipeline schedule with its bubble, and of the layouts of a search."""
 
 import importlib.util
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import replace_file, workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.pipeline_parallel.schedules import Direction, Span, Timeline
 from megacore.plan.memory import GIB
@@ -79,13 +80,16 @@ def save_figure(figure: "Figure", path: Path) -> Path:
     """Write a figure and return its path. Raises WorkspaceError."""
     from matplotlib import rc_context
 
+    picture = io.BytesIO()
     try:
         # A fixed salt keeps the ids of equal pictures equal.
         with (
             workspace_errors(path, "choose another path", only_writes=True),
             rc_context({"svg.hashsalt": "megacore"}),
         ):
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(picture, format=path.suffix[1:], metadata=metadata)
+            replace_file(path, picture.getvalue())
     except OSError as error:
         raise WorkspaceError(
             f"the picture {path} cannot be written ({error.strerror}): choose another path"

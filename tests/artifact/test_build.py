@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -208,6 +209,17 @@ def test_a_workspace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Workspace.of(tmp_path / "file")
     with pytest.raises(WorkspaceError, match="MEGACORE_WORKSPACE"):
         Workspace.of("/proc/megacore")
+
+
+def test_a_full_workspace_is_refused_without_leaving_a_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(WorkspaceError, match="File too large"):
+            Workspace.of(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_workspace_is_taken_from_the_environment_or_the_default(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from megacore.artifact import lock
 from megacore.cli import app, main
+from megacore.cli.init import write_new
 from megacore.cluster.hosts import hardware as hosts_hardware
 from megacore.cluster.hosts.ssh import HostResult
 from megacore.config import load_config
@@ -68,6 +69,29 @@ def test_clean_lists_what_it_removes(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path)])
     assert str(stale) in result.output
     assert not stale.exists()
+
+
+def test_verify_says_that_a_workspace_has_nothing_to_check_yet(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 0
+    assert f"{tmp_path} has nothing to check yet" in result.output
+
+
+def test_a_read_only_place_of_a_new_configuration_is_named_with_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.yaml"
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{path}.tmp-1")
+
+    monkeypatch.setattr("megacore.artifact.files.replace_file", refuse)
+    with pytest.raises(WorkspaceError) as caught:
+        write_new(target, "name: a\n", "--output")
+    assert str(caught.value) == (
+        f"cannot write {target}: Read-only file system: give another --output"
+    )
 
 
 @pytest.mark.parametrize("command", ["runs", "clean"])

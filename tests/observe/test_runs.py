@@ -121,6 +121,11 @@ def test_a_run_is_found_by_key_prefix_or_name(workspace: Workspace) -> None:
         find_run(workspace, "b", state="incomplete")
 
 
+def test_a_workspace_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run is 'b' in .*, which has no runs: name another"):
+        find_run(Workspace.of(tmp_path), "b", state="running")
+
+
 def test_the_message_for_an_unknown_run_lists_matching_or_a_few_runs(workspace: Workspace) -> None:
     for number in range(20):
         other = workspace.folder("train") / f"b{number:03}"

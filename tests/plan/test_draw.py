@@ -1,5 +1,6 @@
 """Pictures of schedules: a box for every pass, visible idle time, and the bubble in the title."""
 
+import resource
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -51,6 +52,21 @@ def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
 def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"missing/a\.png: No such file .*choose another path"):
         draw(INTERLEAVED, tmp_path / "missing" / "a.png", "1F1B")
+
+
+def test_a_full_disk_leaves_the_earlier_picture(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.svg"
+    path.write_text("earlier")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(WorkspaceError, match=r"cannot write .*schedule\.svg: File too large"):
+            draw(INTERLEAVED, path, "1F1B")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("schedule.svg", "earlier")
+    ]
 
 
 def test_every_pass_has_a_box_in_the_colour_of_direction_and_chunk() -> None:
