@@ -31,6 +31,7 @@ from tasks._mlflow import Tracking
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models.signature import ModelSignature
 
 MODEL_TYPE = "transformers"
 DIGEST_TAG = "export_digest"
@@ -72,12 +73,14 @@ def publish_model(
     force_alias: bool = False,
     pictures: Sequence[Path] = (),
     report: Path | None = None,
+    pairs: bool = False,
 ) -> dict[str, str]:
     """Register an export as a version of model `name`, and move the aliases that it deserves.
 
     Publishing the same model again returns the same version, also if other files of the export
-    changed: reports and the model card are then replaced. Without a `measurement` on test data, the
-    aliases cannot choose between versions.
+    changed: reports, the model card and the description of the model's inputs are then replaced.
+    Without a `measurement` on test data, the aliases cannot choose between versions. `pairs` is
+    true for a classifier of pairs of texts.
 
     Returns the receipt: model_name, version, uri, model_id, run_id, digest and model_digest. Raises
     TrackingError, and ConversionError if the export lacks a file.
@@ -93,7 +96,7 @@ def publish_model(
         content = model_digest(export_directory)
         lineage = {**tags, DIGEST_TAG: digest, CONTENT_TAG: content}
         model = _ensure_model(
-            tracking, run_id, export_directory / "model", name, iteration, lineage
+            tracking, run_id, export_directory / "model", name, iteration, lineage, pairs
         )
         _log_metrics(tracking, run_id, model, metrics, datasets, iteration)
         version = _ensure_version(tracking, run_id, model, name, lineage)
@@ -210,10 +213,11 @@ def _ensure_model(
     name: str,
     iteration: int,
     tags: Mapping[str, str],
+    pairs: bool,
 ) -> "LoggedModel":
     """Return the LoggedModel of this run and content with all its files.
 
-    An interrupted upload is repeated; the card of a complete upload is replaced.
+    An interrupted upload is repeated; card and description of a complete upload are replaced.
     """
     model = _find_model(tracking, run_id, tags) or tracking.client.create_logged_model(
         tracking.experiment_of(run_id),
@@ -228,8 +232,10 @@ def _ensure_model(
             tracking.client.log_model_artifact(
                 model.model_id, str(directory / _CARD), directory.name
             )
+        _describe(tracking, model, directory, pairs)
         return model
     _upload(tracking, model, directory)
+    _describe(tracking, model, directory, pairs)
     link_model(tracking, run_id, model.model_id, iteration)
     return tracking.client.finalize_logged_model(model.model_id, "READY")
 
@@ -302,36 +308,37 @@ def _show_version(tracking: Tracking, model_id: str, version: "ModelVersion") ->
 
 
 def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
-    """Upload the transformers directory as `model/`, the tokenizer as a component, then MLmodel."""
+    """Upload the transformers directory as `model/`, and the tokenizer as a component."""
     client, model_id = tracking.client, model.model_id
     client.log_model_artifacts(model_id, str(directory), "model")
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in _CONFIGS and not path.name.endswith(_NO_TOKENIZER):
             client.log_model_artifact(model_id, str(path), "components/tokenizer")
+
+
+def _describe(tracking: Tracking, model: "LoggedModel", directory: Path, pairs: bool) -> None:
+    """Upload the files that describe the uploaded model, MLmodel last."""
     with tempfile.TemporaryDirectory(dir=tracking.workspace.root, prefix="publish.tmp-") as scratch:
-        for name, text in _model_files(model, directory).items():
+        for name, text in _model_files(model, directory, pairs).items():
             path = Path(scratch, name)
             path.write_text(text, encoding="utf-8")
-            client.log_model_artifact(model_id, str(path))
+            tracking.client.log_model_artifact(model.model_id, str(path))
 
 
-def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
+def _model_files(model: "LoggedModel", directory: Path, pairs: bool) -> dict[str, str]:
     """Return the files that make the directory an MLflow model of the transformers flavor."""
     from mlflow import pyfunc
     from mlflow.models import Model
-    from mlflow.models.signature import ModelSignature
-    from mlflow.types import ColSpec, DataType, Schema
 
-    text_schema = Schema([ColSpec(DataType.string)])
+    task = task_of(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     description = Model(
         artifact_path=model.artifact_location,
         run_id=model.source_run_id,
         model_id=model.model_id,
-        signature=ModelSignature(inputs=text_schema, outputs=text_schema),
+        signature=_signature(task, pairs),
         model_size_bytes=size,
     )
-    task = task_of(directory)
     description.add_flavor("transformers", **_flavor(task))
     if task.served:
         pyfunc.add_to_model(
@@ -350,6 +357,22 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         "python_env.yaml": yaml.safe_dump(python_env, sort_keys=False),
         "MLmodel": description.to_yaml(),
     }
+
+
+def _signature(task: "_Task", pairs: bool) -> "ModelSignature":
+    """Return the inputs that `pyfunc` takes and the columns that it returns.
+
+    With a signature of one text, MLflow drops the second text of a pair without a word.
+    """
+    from mlflow.models.signature import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    text = Schema([ColSpec(DataType.string)])
+    if task.name != "text-classification":
+        return ModelSignature(inputs=text, outputs=text)
+    pair = Schema([ColSpec(DataType.string, "text"), ColSpec(DataType.string, "text_pair")])
+    answer = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
+    return ModelSignature(inputs=pair if pairs else text, outputs=answer)
 
 
 class _Task(NamedTuple):

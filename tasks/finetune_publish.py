@@ -10,7 +10,11 @@ from typing import Any
 
 from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import best_metric
+from megacore.config.finetune_task import (
+    ClassificationConfig,
+    best_metric,
+    classification_settings,
+)
 from megacore.config.keys import key_parameters
 from megacore.finetune.metrics import ANSWERS_NAME, read_answers
 from tasks._aliases import Measurement
@@ -27,7 +31,7 @@ from tasks._publication import (
 from tasks._registry import publish_model
 from tasks.finetune import run_facts
 
-VERSION = 1
+VERSION = 2
 _CELL_LENGTH = 160
 """Characters of a text in the table of answers."""
 
@@ -85,6 +89,8 @@ def finetune_publish(
             },
             measurement=measurement(config, examples, counts),
             force_alias=config.tracking.force_alias,
+            pairs=isinstance(config.task, ClassificationConfig)
+            and classification_settings(config.task).sentence2 is not None,
         )
 
     key = publish_key(config, pretrained, examples, finetuned, exported)

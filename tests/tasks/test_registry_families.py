@@ -40,7 +40,12 @@ def export(name: str, directory: Path) -> Path:
 
 
 def publish(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, directory: Path
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    directory: Path,
+    **options: bool,
 ) -> str:
     run_id = ensure_run(tracking, run_directory, config, facts)
     receipt = publish_model(
@@ -52,6 +57,7 @@ def publish(
         iteration=1,
         metrics={},
         tags={},
+        **options,
     )
     return receipt["uri"]
 
@@ -147,3 +153,40 @@ def test_task_follows_from_the_model_class(tmp_path: Path) -> None:
         task = task_of(tmp_path / name)
         assert task.name == expected
         assert task.options == ({"max_new_tokens": 16} if name == "llama" else {})
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_classifier_is_described_by_the_texts_that_it_reads(
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pairs: bool,
+) -> None:
+    import mlflow
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    from tests.finetune import _tiny_models
+
+    directory = tmp_path / "classifier"
+    files = _tiny_models.write_model(directory / "model", "bert")
+    for name in ("parity.json", "sample.txt"):
+        (directory / name).write_text("{}")
+    model = BertForSequenceClassification.from_pretrained(files, num_labels=2).eval()
+    model.classifier.weight.data *= 100
+    model.save_pretrained(files)
+    publish(tracking, run_directory, config, facts, directory)  # as of one text
+    uri = publish(tracking, run_directory, config, facts, directory, pairs=pairs)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
+    served = mlflow.pyfunc.load_model(uri)
+    row = {"text": "the cat", "text_pair": "runs"} if pairs else {"text": "the cat"}
+    ids = AutoTokenizer.from_pretrained(files)(*row.values(), return_tensors="pt")
+    scores = model(**ids).logits[0].softmax(0).tolist()
+    answer = served.predict([row] if pairs else row["text"])
+    assert answer["score"].tolist() == pytest.approx([max(scores)], rel=1e-5)
+    assert served.metadata.get_output_schema().input_names() == list(answer.columns)
+    if pairs:
+        with pytest.raises(mlflow.exceptions.MlflowException, match="missing inputs"):
+            served.predict("the cat")
