@@ -12,6 +12,7 @@ import typer
 from megacore import __version__
 from megacore.artifact.files import access_error
 from megacore.artifact.workspace import require_working_directory
+from megacore.cli._options import Command
 from megacore.cli.adopt import adopt
 from megacore.cli.compare import compare
 from megacore.cli.convert import export, import_
@@ -70,9 +71,9 @@ for command in (
     generate,
     evaluate,
 ):
-    app.command()(command)
-app.command("import")(import_)
-app.command()(export)
+    app.command(cls=Command)(command)
+app.command("import", cls=Command)(import_)
+app.command(cls=Command)(export)
 app.command(cls=CurateCommand)(curate)
 app.command(cls=TokenizeCommand)(tokenize)
 app.command(cls=IndexCommand)(index)

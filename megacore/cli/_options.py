@@ -6,6 +6,7 @@
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +40,9 @@ _OPTIONS = {
     "data.drop_last_partial": "--drop-last-partial",
 }
 """Option of each key; "" for a remark on a key that no command has."""
+_TEXTS = frozenset({"--eod-token", "--prompt", "--text"})
+"""Options with a text, which may be empty."""
+_WITHOUT_VALUE = re.compile(r"--[a-z-]+=")
 _KEYS = re.compile("|".join(map(re.escape, sorted(_OPTIONS, key=len, reverse=True))))
 
 
@@ -65,7 +69,24 @@ def check_output_file(path: Path, option: str) -> None:
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
 
 
-class VariadicCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command that refuses empty values, such as `--workspace "$UNSET"`.
+
+    As a path, an empty text would be the working directory.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises ConfigError for an empty one that is no text."""
+        for before, argument in pairwise(["", *args]):
+            if argument == "" and before not in _TEXTS:
+                name = before if before.startswith("-") else "an argument"
+                raise ConfigError(f"{name} is empty: give a value, or leave it out")
+            if _WITHOUT_VALUE.fullmatch(argument) and argument[:-1] not in _TEXTS:
+                raise ConfigError(f"{argument[:-1]} is empty: give a value, or leave it out")
+        return super().parse_args(ctx, args)
+
+
+class VariadicCommand(Command):
     """A command with options that accept several values at once.
 
     These options may still be given several times.

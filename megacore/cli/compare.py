@@ -72,6 +72,8 @@ def compare(
             raise ConfigError("both --tokens and --text are given: give one of them")
         if any(not each for each in text or ()):
             raise ConfigError("--text is empty: give a text")
+        if not -(2**63) <= seed < 2**64:
+            raise ConfigError(f"--seed is {seed}: give one of {-(2**63)} … {2**64 - 1}")
         if json_file is not None:
             check_output_file(json_file, "--json")
         options = Options(

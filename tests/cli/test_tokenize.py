@@ -351,7 +351,8 @@ def test_heavy_packages_are_not_imported_and_errors_set_the_exit_code(
     ("arguments", "message"),
     [
         (["--json-key", "a/b"], "--json-key is 'a/b'"),
-        (["--output-prefix", ""], "--output-prefix is ''"),
+        (["--output-prefix", ""], "--output-prefix is empty"),
+        (["--output-prefix", "/"], "--output-prefix is '/'"),
         (
             ["--split-sentences", "--sentence-splitter", "rules", "--language", "german"],
             "--language with",

@@ -94,6 +94,27 @@ def test_a_read_only_place_of_a_new_configuration_is_named_with_its_option(
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["clean", "--workspace", ""], "--workspace"),
+        (["clean", "--workspace="], "--workspace"),
+        (["index", "--data-prefix", "a", "--output", ""], "--output"),
+        (["init", ""], "an argument"),
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], name: str
+) -> None:
+    stale = tmp_path / "index" / "abcd.tmp-1"
+    stale.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"{name} is empty: give a value, or leave it out"
+    assert stale.exists()
+
+
 @pytest.mark.parametrize("command", ["runs", "clean"])
 def test_a_missing_workspace_is_refused(tmp_path: Path, command: str) -> None:
     result = CliRunner().invoke(app, [command, "--workspace", str(tmp_path / "typo")])
