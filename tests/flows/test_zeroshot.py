@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megacore.artifact import Workspace, open_artifact
+from megacore.observe.logging import short_number
 from megacore.zeroshot.harness import metrics_of
 from tasks import _stage_runner
 from tests.flows.conftest import Bench, on_report, outcomes
@@ -64,7 +65,8 @@ def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path)
     )
     scores = json.loads((directory / "zeroshot.json").read_text(encoding="utf-8"))
     assert scores["lambada"]["passages"] == 8
-    assert f"| {newest} | {scores['wikitext']['word_ppl']:,.2f} |" in summaries[0]
+    word_ppl = short_number(scores["wikitext"]["word_ppl"], ",.2f")
+    assert f"| {newest} | {word_ppl} |" in summaries[0]
     accuracy = {
         open_artifact(path).counts["iteration"]: metrics_of(
             json.loads((path / "lm-eval.json").read_text(encoding="utf-8"))
