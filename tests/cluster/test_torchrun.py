@@ -53,3 +53,20 @@ def test_error_of_a_rank_is_raised_despite_the_error_of_its_peer(tmp_path: Path)
 
 def test_rank_environment_sets_openmp_and_mkl_threads() -> None:
     assert {rank_environment(3)[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("own", "passed"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.rtld.nns=4", "glibc.rtld.nns=4:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_the_users_tunables_of_glibc_are_kept(
+    own: str | None, passed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    assert rank_environment(1)["GLIBC_TUNABLES"] == passed
