@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect")
 _GIB = 1 << 30
 
 

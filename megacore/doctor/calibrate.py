@@ -139,6 +139,7 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
 
     from megacore.kernels.choice import choose_kernels
     from megacore.kernels.implementation import Setting
+    from megacore.kernels.matmul import affine
 
     dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
     accumulate = choose_kernels(Setting(device, dtype)).weight_gradient
@@ -152,8 +153,8 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
             dy = torch.randn(m, n, device=device).to(dtype)
             total = torch.zeros(n, k, device=device)
             products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
-                (m, n, k, partial(torch.mm, x, weight.t())),
-                (m, k, n, partial(torch.mm, dy, weight)),
+                (m, n, k, partial(affine, x, weight)),
+                (m, k, n, partial(affine, dy, weight.t())),
                 (n, k, m, partial(accumulate, total, dy, x)),
             )
             dist.barrier()

@@ -80,10 +80,10 @@ def _apex_obstacle(setting: Setting) -> str | None:
     return half_on_gpu_obstacle(setting) or apex_obstacle(setting, module)
 
 
-def _cpp_obstacle(setting: Setting) -> str | None:
-    if setting.device.type == "cpu" and setting.dtype == torch.float32:
-        return "it multiplies in bf16 only, and the model computes in fp32"
-    return cpp_obstacle(setting)
+def _outruns_torch(setting: Setting) -> bool:
+    from megacore.kernels.cpu import common
+
+    return setting.dtype != torch.float32 or common.outruns_mkl()
 
 
 @cache
@@ -117,6 +117,8 @@ IMPLEMENTATIONS = (
     Implementation[WeightGradient](
         "torch_fp32", "torch mm in fp32, then add", lambda: widening_apart, half_on_gpu_obstacle
     ),
-    Implementation[WeightGradient]("cpp", "C++ with AVX512-BF16", _load_cpp, _cpp_obstacle),
+    Implementation[WeightGradient](
+        "cpp", "C++ with AVX-512", _load_cpp, cpp_obstacle, preferred=_outruns_torch
+    ),
     Implementation[WeightGradient]("plain", "torch mm, then add", lambda: reference, everywhere),
 )

@@ -1,6 +1,5 @@
 """Floating-point operations of a training step, and peak rates of devices."""
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,9 +8,6 @@ from megacore.config.train import Recompute
 
 if TYPE_CHECKING:
     import torch
-
-_MEASURED_SIZE, _MEASURED_SIZE_ON_GPUS = 512, 8192
-_MEASURING_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -275,14 +271,15 @@ class Peaks:
     """Name of the device."""
 
     @classmethod
-    def of(cls, device: "torch.device", precision: str, *, tf32: bool = False) -> "Peaks":
-        """Measure a device's rate, of a CPU with this process's threads, and look up the vendor's.
+    def of(
+        cls, device: "torch.device", precision: str, measured: float, *, tf32: bool = False
+    ) -> "Peaks":
+        """Look up the vendor's rate of a device, beside the measured one.
 
         `tf32` is True if matrix products of fp32 are in TF32.
         """
         import torch
 
-        measured = measured_matmul_tflops(precision, device=device)
         if device.type == "cpu":
             return cls(measured)
         properties = torch.cuda.get_device_properties(device)
@@ -336,36 +333,3 @@ def _rate(device_name: str) -> PeakRate | None:
 
 def _words(device_name: str) -> set[str]:
     return set(device_name.replace("-", " ").split())
-
-
-def measured_matmul_tflops(
-    precision: str, seconds: float = _MEASURING_SECONDS, device: "torch.device | None" = None
-) -> float:
-    """Measure the best rate of square matrix products for about `seconds`, in TFLOP/s.
-
-    A device of None means this process's CPU threads.
-    """
-    import torch
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    cuda = device is not None and device.type == "cuda"
-    size = _MEASURED_SIZE_ON_GPUS if cuda else _MEASURED_SIZE
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    if cuda:  # products of equal numbers take less power, and are faster than a model's
-        left.normal_(generator=torch.Generator(device).manual_seed(0))
-    right = left.clone()
-    product = left @ right
-    if cuda:
-        torch.cuda.synchronize(device)
-    best = float("inf")
-    end = time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        torch.mm(left, right, out=product)
-        if cuda:
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    if cuda:  # the run's peak memory does not contain this
-        del left, right, product
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return 2 * size**3 / best / 1e12

@@ -35,6 +35,7 @@ def pretrain(job: TrainJob) -> None:
         from megacore.engine.build import build_engine
         from megacore.hardware import resolve_precision
         from megacore.kernels.choice import summary
+        from megacore.kernels.matmul import measured_tflops
         from megacore.observe.flops import Peaks
         from megacore.observe.logging import (
             configure_logging,
@@ -55,7 +56,8 @@ def pretrain(job: TrainJob) -> None:
         configure_logging(mesh.rank)
         precision = resolve_precision(job.precision or config.train.precision, device.type)
         # before the model takes the GPU's memory
-        peaks = Peaks.of(device, precision, tf32=config.train.tf32)
+        measured = measured_tflops(precision, device=device)
+        peaks = Peaks.of(device, precision, measured, tf32=config.train.tf32)
         compiled_adam = False
         if config.engine == "deepspeed":
             from megacore.engine.deepspeed.operators import load_operators

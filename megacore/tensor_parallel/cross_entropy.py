@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.cross_entropy import REFERENCE, CrossEntropy
+from megacore.kernels.matmul import affine
 from megacore.parallel.collectives import (
     all_gather,
     start_all_gather,
@@ -17,7 +18,7 @@ from megacore.parallel.collectives import (
     start_reduce_scatter,
 )
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
-from megacore.tensor_parallel.linear import affine, matmul_gradient, sink_of
+from megacore.tensor_parallel.linear import matmul_gradient, sink_of
 from megacore.tensor_parallel.mappings import SEQUENCE
 
 _FP16_SCALE = 4096.0
@@ -126,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         upstream = (grads[0] / ctx.scale).reshape(-1, 1)
         reduction = None
         if needs_hidden:
-            dx = (gradient @ weight).mul_(upstream).view(*grads[0].shape, -1)
+            dx = affine(gradient, weight.t()).mul_(upstream).view(*grads[0].shape, -1)
             reduction = (
                 start_reduce_scatter(dx, ctx.tp, SEQUENCE)
                 if ctx.sequence_parallel

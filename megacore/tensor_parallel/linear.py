@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.kernels.implementation import differentiable, operator
+from megacore.kernels.matmul import add_product_, affine
 from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
@@ -283,20 +284,6 @@ def _gradients(
     return reduction.wait() if reduction else None, weight_grads, bias_grads
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -> Tensor:
-    """Return x Wᵀ + share · b in a tensor that is not a view.
-
-    The caller may therefore change it in place.
-    """
-    y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    rows = x.reshape(-1, x.shape[-1])
-    if bias is None:
-        torch.mm(rows, weight.t(), out=y.view(-1, weight.shape[0]))
-    else:
-        torch.addmm(bias, rows, weight.t(), beta=share, out=y.view(-1, weight.shape[0]))
-    return y
-
-
 def _few_rows_affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
     """Return the same as `affine`, with the C++ kernel for few rows where it runs."""
     if x.device.type == "cpu":
@@ -308,9 +295,9 @@ def _few_rows_affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: floa
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    dx = grads[0] @ weights[0]
+    dx = affine(grads[0], weights[0].t())
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        dx.addmm_(grad, weight)
+        add_product_(dx, grad, weight.t())
     return dx
 
 
@@ -362,7 +349,7 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
         x: input, [rows, i].
     """
     if sink is None:
-        return dy.t() @ x
+        return affine(dy.t(), x.t())
     sink.contribute(lambda: sink.add_product(sink.main_grad, dy, x))
     return None
 

@@ -293,7 +293,12 @@ REFUSED = {
     "attention: cpp": (GPU, torch.bfloat16, False, "runs on CPUs only.*is on cuda"),
     "rope: cpp": (CPU, torch.float16, False, "fp32 and bf16 only, and the model in fp16"),
     "dropout: cpp": (CPU, torch.float32, True, "set train.compile to off"),
-    "weight_gradient: cpp": (CPU, torch.float32, False, "bf16 only, and the model computes in"),
+    "weight_gradient: cpp": (
+        CPU,
+        torch.float16,
+        False,
+        "fp32 and bf16 only, and the model in fp16",
+    ),
     "weight_gradient: torch_fp32": (CPU, torch.bfloat16, False, "runs on GPUs only"),
     "weight_gradient: apex": (GPU, torch.float32, False, "half precision only"),
 }

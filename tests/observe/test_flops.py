@@ -8,7 +8,6 @@ import torch
 from megacore.observe.flops import (
     Peaks,
     TransformerShape,
-    measured_matmul_tflops,
     peak_by_name,
     step_flops,
 )
@@ -134,12 +133,8 @@ def test_a_slice_has_the_share_of_its_multiprocessors(
     assert peak_by_name(name, precision, multiprocessors) == (peak and pytest.approx(peak))
 
 
-def test_measured_matmul_speed_of_a_cpu_is_plausible() -> None:
-    assert 1e-4 < measured_matmul_tflops("fp32", seconds=0.02) < 100.0
-
-
 def test_mfu_of_a_cpu_is_relative_only_to_its_measured_rate() -> None:
-    peaks = Peaks.of(torch.device("cpu"), "fp32")
+    peaks = Peaks.of(torch.device("cpu"), "fp32", 0.5)
     assert peaks.vendor is None
     assert peaks.description == (
         f"MFU is relative to {peaks.measured:.3g} TFLOP/s, measured in matrix products: no "

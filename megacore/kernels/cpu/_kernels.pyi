@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 def runs_fp32() -> bool: ...
 def runs_bf16() -> bool: ...
+def amd_family() -> int: ...
 
 # activation
 GELU_TANH: int
@@ -325,6 +326,7 @@ def accumulate_weight_grad(
     x_columns: int,
     x_stride: int,
     rows: int,
+    half: bool,
     threads: int,
     /,
 ) -> None: ...

@@ -1,6 +1,6 @@
 """Weight gradient of a linear layer in C++.
 
-A product of bf16 factors is added to fp32 without rounding.
+A product of bf16 factors is added to fp32 without rounding to bf16.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels.cpu import _kernels
-from megacore.kernels.cpu.common import operator
+from megacore.kernels.cpu.common import is_half, operator
 
 
 def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -19,8 +19,8 @@ def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
     Args:
         main_grad: [o, i], fp32, with contiguous rows.
-        dy: gradient of the layer's output, bf16 [rows, o].
-        x: the layer's input, bf16 [rows, i].
+        dy: gradient of the layer's output, [rows, o], fp32 or bf16.
+        x: the layer's input, [rows, i], of the same type.
     """
     torch.ops.megacore.accumulate_weight_grad_(main_grad, dy, x)
 
@@ -40,14 +40,10 @@ def _accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
             "A weight gradient [o, i] is the product of dy [rows, o] and x [rows, i], "
             f"not {tuple(main_grad.shape)} of {tuple(dy.shape)} and {tuple(x.shape)}."
         )
-    if (
-        main_grad.dtype is not torch.float32
-        or dy.dtype is not torch.bfloat16
-        or x.dtype is not torch.bfloat16
-    ):
+    half = is_half(dy, x)
+    if main_grad.dtype is not torch.float32:
         raise ConfigError(
-            "The C++ weight gradient adds a product of bf16 factors to fp32, "
-            f"not one of {dy.dtype} and {x.dtype} to {main_grad.dtype}."
+            f"The C++ weight gradient is added to a main gradient in fp32, not {main_grad.dtype}."
         )
     if main_grad.stride(1) != 1:
         raise ConfigError(
@@ -65,5 +61,6 @@ def _accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
         in_features,
         x.stride(0),
         rows,
+        half,
         torch.get_num_threads(),
     )
