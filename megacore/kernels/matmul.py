@@ -30,7 +30,8 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, share: float =
     """
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], weight.shape[0])
     if _onednn_is_faster(rows, weight, with_bias=bias is not None):
-        if bias is not None:  # oneDNN's operator ignores its stride
+        # the operator of torch's compiler, since no public one multiplies fp32 with oneDNN
+        if bias is not None:  # it ignores a bias's stride
             bias = bias.contiguous() if share == 1.0 else bias * share
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return product.resize_(shape)
@@ -92,6 +93,8 @@ def _onednn_is_faster(x: Tensor, weight: Tensor, *, with_bias: bool = False) -> 
 @cache
 def _available() -> tuple[bool, bool]:
     """Return whether oneDNN is to multiply in fp32 and in bf16 with a bias."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False, False
     from megacore.kernels.cpu import common
 
-    return common.outruns_mkl(), common.runs_bf16() and torch.backends.mkldnn.is_available()
+    return common.outruns_mkl(), common.runs_bf16()

@@ -274,7 +274,7 @@ class Peaks:
     def of(
         cls, device: "torch.device", precision: str, measured: float, *, tf32: bool = False
     ) -> "Peaks":
-        """Look up the vendor's rate of a device, beside the measured one.
+        """Look up the vendor's rate of a device, in addition to the measured one.
 
         `tf32` is True if matrix products of fp32 are in TF32.
         """

@@ -112,8 +112,8 @@ def test_a_measured_file_of_such_devices_comes_first(
         ({"neon"}, False, (15e9, 25e9, 1.5e9)),
         ({"avx2"}, False, (60e9, 25e9, 1.5e9)),
         ({"avx2", "avx512f"}, False, (120e9, 25e9, 1.5e9)),
-        ({"avx2", "avx512f", "avx512_bf16"}, True, (115e9, 500e9, 1.5e9)),
-        ({"avx2", "avx512f", "amx_bf16", "amx_fp16"}, True, (115e9, 500e9, 500e9)),
+        ({"avx2", "avx512f", "avx512_bf16"}, True, (250e9, 500e9, 1.5e9)),
+        ({"avx2", "avx512f", "amx_bf16", "amx_fp16"}, True, (250e9, 500e9, 500e9)),
     ],
 )
 def test_a_host_without_gpus_has_its_own_cores(
