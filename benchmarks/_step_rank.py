@@ -31,7 +31,7 @@ from benchmarks._steps import (
     transformers_model,
     transformers_step,
 )
-from megacore.kernels.matmul import affine
+from megacore.kernels.matmul import multiply
 from megacore.ranks.process import set_up_arithmetic
 
 _CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (4096, 8192)
@@ -111,13 +111,13 @@ def matmul_rate(precision: str, device: torch.device) -> float:
     best = 0.0
     for size in _GPU_SIZES if cuda else _CPU_SIZES:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        affine(left, right)
+        multiply(left, right)
         for _ in range(3):
             if cuda:
                 torch.cuda.synchronize(device)
             start = time.perf_counter()
             for _ in range(_PRODUCTS):
-                affine(left, right)
+                multiply(left, right)
             if cuda:
                 torch.cuda.synchronize(device)
             best = max(best, _PRODUCTS * 2 * size**3 / (time.perf_counter() - start) / 1e12)

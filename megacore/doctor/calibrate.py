@@ -139,7 +139,7 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
 
     from megacore.kernels.choice import choose_kernels
     from megacore.kernels.implementation import Setting
-    from megacore.kernels.matmul import affine
+    from megacore.kernels.matmul import affine, multiply
 
     dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
     accumulate = choose_kernels(Setting(device, dtype)).weight_gradient
@@ -154,7 +154,7 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
             total = torch.zeros(n, k, device=device)
             products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
                 (m, n, k, partial(affine, x, weight)),
-                (m, k, n, partial(affine, dy, weight.t())),
+                (m, k, n, partial(multiply, dy, weight)),
                 (n, k, m, partial(accumulate, total, dy, x)),
             )
             dist.barrier()

@@ -303,7 +303,7 @@ def measure_speed() -> dict[str, Any]:
 def _rates(device: Any, dtype: Any, size: int) -> dict[str, float]:
     import torch
 
-    from megacore.kernels.matmul import affine
+    from megacore.kernels.matmul import multiply
 
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.ones(_COPY_BYTES, device=device, dtype=torch.uint8)
@@ -313,7 +313,7 @@ def _rates(device: Any, dtype: Any, size: int) -> dict[str, float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    product = _median_seconds(lambda: affine(left, right), wait)
+    product = _median_seconds(lambda: multiply(left, right), wait)
     copy = _median_seconds(lambda: target.copy_(source), wait)
     return {
         "gflops": round(2 * size**3 / product / _GIGA, 1),

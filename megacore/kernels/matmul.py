@@ -24,7 +24,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, share: float =
 
     Args:
         x: [..., i].
-        weight: [o, i]; the transpose of a contiguous matrix is as fast.
+        weight: [o, i].
         bias: [o].
         share: factor on the bias.
     """
@@ -43,18 +43,26 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, share: float =
     return y
 
 
-def add_product_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add x Wᵀ to `total`, [rows, o], outside of autograd; x is [rows, i]."""
-    if _onednn_is_faster(x, weight):
-        total.add_(affine(x, weight))
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Return x y of [rows, i] and [i, o], outside of autograd."""
+    if _onednn_is_faster(x, y):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, y.t(), None, "none", [], "")
+        return product
+    return torch.mm(x, y)
+
+
+def add_product_(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x y of [rows, i] and [i, o] to `total`, outside of autograd."""
+    if _onednn_is_faster(x, y):
+        total.add_(multiply(x, y))
     else:
-        total.addmm_(x, weight.t())
+        total.addmm_(x, y)
 
 
 def measured_tflops(
     precision: str, seconds: float = _MEASURING_SECONDS, device: torch.device | None = None
 ) -> float:
-    """Measure the best rate of `affine` for square matrices for about `seconds`, in TFLOP/s.
+    """Measure the best rate of `multiply` for square matrices for about `seconds`, in TFLOP/s.
 
     A device of None means this process's CPU threads.
     """
@@ -65,13 +73,13 @@ def measured_tflops(
     if cuda:  # products of equal numbers take less power, and are faster than a model's
         left.normal_(generator=torch.Generator(device).manual_seed(0))
     right = left.clone()
-    affine(left, right)
+    multiply(left, right)
     if cuda:
         torch.cuda.synchronize(device)
     best = float("inf")
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
-        affine(left, right)
+        multiply(left, right)
         if cuda:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
@@ -82,8 +90,8 @@ def measured_tflops(
     return 2 * size**3 / best / 1e12
 
 
-def _onednn_is_faster(x: Tensor, weight: Tensor, *, with_bias: bool = False) -> bool:
-    if x.device.type != "cpu" or x.shape[0] * weight.numel() < _LEAST_WORK:
+def _onednn_is_faster(x: Tensor, y: Tensor, *, with_bias: bool = False) -> bool:
+    if x.device.type != "cpu" or x.shape[0] * y.numel() < _LEAST_WORK:
         return False
     if x.dtype == torch.bfloat16:
         return with_bias and _available()[1]

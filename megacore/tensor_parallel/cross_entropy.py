@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.cross_entropy import REFERENCE, CrossEntropy
-from megacore.kernels.matmul import affine
+from megacore.kernels.matmul import affine, multiply
 from megacore.parallel.collectives import (
     all_gather,
     start_all_gather,
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         upstream = (grads[0] / ctx.scale).reshape(-1, 1)
         reduction = None
         if needs_hidden:
-            dx = affine(gradient, weight.t()).mul_(upstream).view(*grads[0].shape, -1)
+            dx = multiply(gradient, weight).mul_(upstream).view(*grads[0].shape, -1)
             reduction = (
                 start_reduce_scatter(dx, ctx.tp, SEQUENCE)
                 if ctx.sequence_parallel

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.kernels.implementation import differentiable, operator
-from megacore.kernels.matmul import add_product_, affine
+from megacore.kernels.matmul import add_product_, affine, multiply
 from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
@@ -295,9 +295,9 @@ def _few_rows_affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: floa
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    dx = affine(grads[0], weights[0].t())
+    dx = multiply(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        add_product_(dx, grad, weight.t())
+        add_product_(dx, grad, weight)
     return dx
 
 
@@ -349,7 +349,7 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
         x: input, [rows, i].
     """
     if sink is None:
-        return affine(dy.t(), x.t())
+        return multiply(dy.t(), x)
     sink.contribute(lambda: sink.add_product(sink.main_grad, dy, x))
     return None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.kernels import matmul
 from megacore.kernels.cpu import common
-from megacore.kernels.matmul import add_product_, affine, measured_tflops
+from megacore.kernels.matmul import add_product_, affine, measured_tflops, multiply
 
 ROWS, OUT, IN = 65, 130, 127
 CHOICES = [(True, False), (False, True), (True, True), (False, False)]
@@ -65,12 +65,13 @@ def test_products_equal_float64(
     product = x.double() @ weight.double().t()
     for rows in (x, transposed(x)):
         close(affine(rows, layout(weight)), product)
+        close(multiply(rows, layout(weight.t())), product)
         result = affine(rows, layout(weight), bias, share)
         close(result, product + share * bias.double())
         assert result.is_contiguous()
         assert not result._is_view()
     total = torch.ones(ROWS, OUT, dtype=dtype)
-    add_product_(total, x, layout(weight))
+    add_product_(total, x, layout(weight.t()))
     close(total, product + 1.0)
 
 
