@@ -100,6 +100,18 @@ def test_no_markers_of_unfinished_work_remain() -> None:
     assert marked_lines == []
 
 
+def test_no_test_changes_the_clock_of_other_threads() -> None:
+    """A test that replaces a clock replaces the name `time` in the module that it tests."""
+    clock = re.compile(r"setattr\(\s*(?:[\w.]+\.)?time,|setattr\(\s*[\"']time\.")
+    replaced = [
+        f"{path}:{text.count(chr(10), 0, found.start()) + 1}"
+        for path in python_files("tests")
+        for text in [(ROOT / path).read_text(encoding="utf-8")]
+        for found in clock.finditer(text)
+    ]
+    assert replaced == []
+
+
 def test_stage_folders_are_spelled_in_one_place() -> None:
     assert FOLDERS == {
         "collect": "corpora",

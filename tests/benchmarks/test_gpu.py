@@ -64,7 +64,7 @@ def test_parts_for_which_time_is_short_are_left(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     path = tmp_path / "gpu.json"
     missing = gpu.run(gpu.Bench(SMOKE), Results("one GPU", 1.0), list(gpu.PARTS), path)
     assert measured

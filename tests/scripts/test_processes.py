@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -139,7 +139,12 @@ def test_a_slow_deployment_is_awaited_as_long_as_its_log_grows(
 
     clock = Clock()
     monkeypatch.setattr(servers, "time", clock)
-    monkeypatch.setattr(os, "waitpid", lambda pid, flags: (pid if clock.now > 1000 else 0, 0))
+    system = SimpleNamespace(
+        WNOHANG=os.WNOHANG,
+        waitpid=lambda pid, flags: (pid if clock.now > 1000 else 0, 0),
+        waitstatus_to_exitcode=os.waitstatus_to_exitcode,
+    )
+    monkeypatch.setattr(servers, "os", system)
     if prints:
         servers._wait_ended(started)
         return

@@ -194,7 +194,7 @@ def test_interrupted_wait_holds_nothing(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_devices.time, "sleep", interrupt)
+    monkeypatch.setattr(_devices, "time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(KeyboardInterrupt), devices(HERE, trains=True):
         pytest.fail("it did not wait")
     assert server.leases == before

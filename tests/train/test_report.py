@@ -3,6 +3,7 @@
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
+from megacore.train import report
 from megacore.train.report import RateMeter, SlowRanks
 from megacore.train.state import TrainState
 from tests._dist import run_distributed
@@ -28,7 +30,7 @@ def test_rates_are_those_of_the_computed_iterations(monkeypatch: pytest.MonkeyPa
     meter = RateMeter(config, shape, Timers(device), ranks=1, peaks=None)
     update = Update((2.0,) * 4, {"lm_loss": 2.0}, 1.0, True)
     clock = iter([0.0, 6.0, 6.0, 12.0, 12.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter.start(2, 16)
     whole, _ = meter.report(TrainState(5, 40), update, 1.0, device)
     # the first range was skipped in an earlier interval

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -357,7 +358,7 @@ def test_single_wrong_notfound_does_not_count_hours_later(
 
     monkeypatch.setattr(job, "_get", get)
     monkeypatch.setattr(job, "_follow_logs", lambda pods: None)
-    monkeypatch.setattr(kubernetes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(kubernetes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     for moment in (0.0, 7200.0):
         clock[0], known[0] = moment, False
         assert job.look() == Look("running", "deleted; 1 of its pods have not ended yet")

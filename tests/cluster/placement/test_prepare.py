@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,8 +197,8 @@ def test_only_stale_temporary_copies_are_removed(
     other.mkdir()
     answer(begin(items, tmp_path / "local"))
     assert other.exists()
-    now = time.time()
-    monkeypatch.setattr(place_check.time, "time", lambda: now + 2 * place_check._STALE_SECONDS)
+    later = time.time() + 2 * place_check._STALE_SECONDS
+    monkeypatch.setattr(place_check, "time", SimpleNamespace(time=lambda: later))
     answer(begin(items, tmp_path / "local"))
     assert not other.exists()
 
