@@ -340,7 +340,7 @@ def test_flush_retries_and_then_raises(
         started = time.monotonic()
         with pytest.raises(TrackingError, match="not all in MLflow: the server is down"):
             forwarder.flush(timeout=1.0)
-        assert 0.3 < time.monotonic() - started < 1.5
+        assert 0.3 < time.monotonic() - started < 10
     assert 3 <= len(attempts) <= 5
     assert forwarder.flush()
 
@@ -383,19 +383,22 @@ def test_hanging_store_blocks_neither_polls_nor_flush(
 ) -> None:
     log.step(10)
     forwarder = make_forwarder()
-    log_batch_of_mlflow = tasks._mlflow_events.ensure_run
+    ensure_run = tasks._mlflow_events.ensure_run
+
+    answers = threading.Event()
 
     def hang(*args: Any) -> str:
-        time.sleep(1.5)
-        return log_batch_of_mlflow(*args)
+        answers.wait(30)
+        return ensure_run(*args)
 
     monkeypatch.setattr(tasks._mlflow_events, "ensure_run", hang)
     started = time.monotonic()
     for _ in range(10):
         forwarder.poll()
-    assert time.monotonic() - started < 0.2
     with pytest.raises(TrackingError, match=r"no events for 0\.3 s"):
         forwarder.flush(timeout=0.3)
+    assert time.monotonic() - started < 10
+    answers.set()
     check(tracking, forwarder.flush(timeout=30), [10])
 
 

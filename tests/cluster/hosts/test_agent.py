@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megacore.cluster.hosts.agent import versions
@@ -99,9 +100,9 @@ def head(tmp_path: Path) -> Iterator[Head]:
 
 
 def test_hello_contains_versions_interface_and_port(head: Head) -> None:
-    started = time.monotonic()
     hello = head.prepare()
-    assert time.monotonic() - started < 3, "the agent imports no heavy package"
+    loaded = psutil.Process(head.process.pid).memory_maps()
+    assert not any("torch" in file.path for file in loaded), "it would start slowly"
     assert hello["versions"] == versions()
     assert hello["versions"]["torch"] != "none"
     assert (hello["interface"], hello["problem"]) == ("lo", None)
@@ -174,12 +175,10 @@ def test_stop_with_grace_lets_the_ranks_save(head: Head) -> None:
 
 def test_stop_without_grace_kills_the_ranks(head: Head) -> None:
     head.prepare()
-    head.start("stubborn")
+    head.start("stubborn", grace=60.0)
     head.ranks()
-    started = time.monotonic()
     head.channel.send("stop", grace=0.0)
     assert head.wait_for("end")["code"] != 0
-    assert time.monotonic() - started < 3
 
 
 def test_notice_reaches_the_ranks(head: Head) -> None:
