@@ -3,7 +3,7 @@
 An entry names one of our tensors, the tensors with the same numbers in the other format, and the
 relayout between them. Both directions stream: the tensors of one entry are in memory at a time. The
 source is any mapping from name to tensor, such as a dict or a lazily read checkpoint. The functions
-at the end build entries that several classes of transformers share.
+at the end build entries that several formats share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,6 +112,8 @@ def interleaved_rows(heads: int, parts: int, head_dim: int) -> Relayout:
 
 def padded_rows(rows: int, padded: int) -> Relayout:
     """Return the relayout from `padded` rows to the first `rows`; its inverse pads with zeros."""
+    if rows == padded:
+        return SAME  # without a copy
 
     def pad(theirs: Tensor) -> Tensor:
         return torch.cat([theirs, theirs.new_zeros(padded - rows, *theirs.shape[1:])])
@@ -384,25 +386,6 @@ def queries_keys_values(
     )
 
 
-def fused_queries_keys_values(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry | Fused, ...]:
-    """Return the entry of self-attention's projections to queries, keys and values, without bias.
-
-    The other format has one linear layer with rows [q, k, v][head][d].
-    """
-    names = ("q", "k", "v")  # only positions in the fused tensor
-    parts = queries_keys_values(spec, ours, *names)
-    return (Fused(parts, f"{theirs}.weight"),)
-
-
-def fused_rows(ours: tuple[str, ...], theirs: str, shape: Shape) -> tuple[Fused, ...]:
-    """Return the entry of linear layers without bias, of `shape` each.
-
-    The other format has one linear layer with the rows of all.
-    """
-    parts = tuple(Entry(f"{name}.weight", shape, (name,)) for name in ours)
-    return (Fused(parts, f"{theirs}.weight"),)
-
-
 def self_attention(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
     """Return the entries of self-attention's projections q_proj, k_proj, v_proj and o_proj."""
     model = spec.model
@@ -422,4 +405,31 @@ def gated_mlp(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
         *linear(f"{ours}.dense_h_to_4h_gate", f"{theirs}.gate_proj", (inner, hidden), bias=bias),
         *linear(f"{ours}.dense_h_to_4h", f"{theirs}.up_proj", (inner, hidden), bias=bias),
         *linear(f"{ours}.dense_4h_to_h", f"{theirs}.down_proj", (hidden, inner), bias=bias),
+    )
+
+
+def fused_layer(
+    spec: ModelSpec, ours: str, theirs: str, attention: str
+) -> tuple[Entry | Fused, ...]:
+    """Return the entries of Llama's layer with fused projections, without biases.
+
+    The other format has one linear layer qkv_proj with rows [q, k, v][head][d] in its module
+    `attention`, and one linear layer gate_up_proj with the rows of both in its gated MLP.
+    """
+    model = spec.model
+    hidden, inner, size = model.hidden_size, model.ffn_size, model.attention_size
+    parts = queries_keys_values(spec, f"{ours}.self_attention", "q", "k", "v")
+    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
+    gated = tuple(
+        Entry(f"{mlp}.{name}.weight", (inner, hidden), (name,))
+        for name in ("dense_h_to_4h_gate", "dense_h_to_4h")
+    )
+    dense, their_dense = f"{ours}.self_attention.dense", f"{theirs}.{attention}.o_proj"
+    return (
+        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
+        Fused(parts, f"{theirs}.{attention}.qkv_proj.weight"),
+        *linear(dense, their_dense, (hidden, size), bias=False),
+        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
+        Fused(gated, f"{their_mlp}.gate_up_proj.weight"),
+        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
     )

@@ -9,7 +9,7 @@ Source: huggingface/nanotron, src/nanotron/serialize and examples/llama/convert_
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,18 @@ from megacore.checkpoint.shard import overlap
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, interleaved_rows
+from megacore.convert.key_map import (
+    NAMED_AT_ONCE,
+    Entry,
+    Fused,
+    KeyMap,
+    LazyTensors,
+    Shape,
+    embedding,
+    fused_layer,
+    norm,
+    output_layer,
+)
 from megacore.convert.megatron.args import usual_divisor
 from megacore.convert.source import Foreign
 from megacore.errors import CheckpointError, ConversionError
@@ -44,8 +55,6 @@ _OFF = (
 """Settings that are imported only with a false value or null."""
 _FILE = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+))?\.safetensors")
 _NUMBER = re.compile(r"(?:np\.int\d+\()?(\d+)\)?")
-Splits = dict[str, Callable[[Tensor], Tensor]]
-"""Functions from a complete parameter of nanotron to ours, by our name."""
 
 
 def open_nanotron(directory: Path) -> Foreign:
@@ -67,7 +76,7 @@ def open_nanotron(directory: Path) -> Foreign:
     parameters = _parameters(where)
     # Llamas saved before the setting existed rotate adjacent elements.
     interleaved = bool(config.get("rope_interleaved", kind == "Llama"))
-    tensors = NanotronTensors(parameters, spec, interleaved, where)
+    tensors = _our_tensors(parameters, spec, interleaved, where)
     metadata = where / METADATA_NAME
     step = _json(metadata).get("metas", {}) if metadata.is_file() else {}
     value = step.get("last_train_step") if isinstance(step, Mapping) else None
@@ -260,113 +269,60 @@ def _slice(text: str, length: int) -> slice:
     return slice(start, stop)
 
 
-class NanotronTensors(LazyTensors):
-    """Mapping of our fp32 parameters by global name, each joined from its files on access.
+def _key_map(spec: ModelSpec) -> KeyMap:
+    """Build the table of the weights."""
+    words = "model.token_position_embeddings.pp_block.token_embedding.weight"
+    entries: list[Entry | Fused] = [embedding(spec, words)]
+    for layer in range(spec.model.num_layers):
+        ours, theirs = f"encoder.layers.{layer}", f"model.decoder.{layer}.pp_block"
+        entries += fused_layer(spec, ours, theirs, "attn")
+    entries += norm(spec, "encoder.final_layernorm", "model.final_layer_norm.pp_block")
+    entries += output_layer(spec, "model.lm_head.pp_block.weight")
+    return KeyMap(tuple(entries))
+
+
+def _our_tensors(
+    parameters: Mapping[str, Sequence[_Part]], spec: ModelSpec, interleaved: bool, where: Path
+) -> LazyTensors:
+    """Return our fp32 parameters by global name, each joined from its files on access.
 
     With `interleaved` rotary positions, rows of queries and keys are reordered: adjacent elements
     of a head are rotated together there, and elements that are half a head apart here.
 
     Raises:
-        CheckpointError: on construction, if a parameter is missing, unknown, incomplete or of a
-            wrong shape.
+        CheckpointError: if a parameter is missing, unknown, incomplete or of a wrong shape.
     """
+    table, model = _key_map(spec), spec.model
+    missing = [name for name in table.their_shapes if name not in parameters]
+    unknown = [name for name in parameters if name not in table.their_shapes]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{where} is of another model than its {CONFIG_NAME} says: it "
+            f"{'lacks' if missing else 'has no place for'} "
+            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])}: use another checkpoint"
+        )
+    for name, parts in parameters.items():
+        _check_parts(name, parts, table.their_shapes[name], where)
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Sequence[_Part]],
-        spec: ModelSpec,
-        interleaved: bool,
-        where: Path,
-    ) -> None:
-        self._parameters = parameters
-        self._spec = spec
-        self._interleaved = interleaved
-        self._entries: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
-        shapes: dict[str, Shape] = {}
-        for theirs, shape, ours in self._table():
-            shapes[theirs] = shape
-            self._entries |= {name: (theirs, split) for name, split in ours.items()}
-        missing = [name for name in shapes if name not in parameters]
-        unknown = [name for name in parameters if name not in shapes]
-        if missing or unknown:
-            raise CheckpointError(
-                f"{where} is of another model than its {CONFIG_NAME} says: it "
-                f"{'lacks' if missing else 'has no place for'} "
-                f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])}: use another checkpoint"
-            )
-        for name, parts in parameters.items():
-            _check_parts(name, parts, shapes[name], where)
-        super().__init__(self._entries, self._ours)
-
-    def _ours(self, name: str) -> Tensor:
-        theirs, split = self._entries[name]
-        return split(self._whole(theirs)).contiguous()
-
-    def _whole(self, name: str) -> Tensor:
-        parts = self._parameters[name]
-        whole = torch.empty(parts[0].shape, dtype=torch.float32)
-        for part in parts:
-            with safe_open(part.path, framework="pt") as file:
-                view = file.get_slice("data")
-                for source, target in part.slices:
-                    whole[target] = view[source]
+    def read(name: str) -> Tensor:
+        whole = _joined(parameters[name])
+        if interleaved and name.endswith(".qkv_proj.weight"):
+            rotated = whole[: (model.num_attention_heads + model.query_groups) * model.head_dim]
+            pairs = rotated.view(-1, model.head_dim // 2, 2, model.hidden_size)
+            rotated.copy_(pairs.transpose(1, 2).reshape(rotated.shape))
         return whole
 
-    def _table(self) -> Iterator[tuple[str, Shape, Splits]]:
-        """Yield each of their parameters with its shape and the functions that give ours."""
-        model = self._spec.model
-        hidden, inner, width = model.hidden_size, model.ffn_size, model.attention_size
-        table = (self._spec.padded_vocab_size, hidden)
-        words = "model.token_position_embeddings.pp_block.token_embedding.weight"
-        yield words, table, {"embedding.word_embeddings.weight": _same}
-        for layer in range(model.num_layers):
-            theirs, ours = f"model.decoder.{layer}.pp_block", f"encoder.layers.{layer}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{theirs}.{norm}.weight", (hidden,), {f"{ours}.{norm}.weight": _same}
-            rows = width + 2 * model.query_groups * model.head_dim
-            split = self._queries_keys_values(f"{ours}.self_attention")
-            yield f"{theirs}.attn.qkv_proj.weight", (rows, hidden), split
-            dense: Splits = {f"{ours}.self_attention.dense.weight": _same}
-            yield f"{theirs}.attn.o_proj.weight", (hidden, width), dense
-            halves: Splits = {
-                f"{ours}.mlp.dense_h_to_4h_gate.weight": lambda whole: whole.chunk(2)[0],
-                f"{ours}.mlp.dense_h_to_4h.weight": lambda whole: whole.chunk(2)[1],
-            }
-            yield f"{theirs}.mlp.gate_up_proj.weight", (2 * inner, hidden), halves
-            down: Splits = {f"{ours}.mlp.dense_4h_to_h.weight": _same}
-            yield f"{theirs}.mlp.down_proj.weight", (hidden, inner), down
-        final: Splits = {"encoder.final_layernorm.weight": _same}
-        yield "model.final_layer_norm.pp_block.weight", (hidden,), final
-        if model.untie_embeddings_and_output_weights:
-            yield "model.lm_head.pp_block.weight", table, {"output_layer.weight": _same}
-
-    def _queries_keys_values(self, ours: str) -> Splits:
-        model, size = self._spec.model, self._spec.model.head_dim
-        groups = model.query_groups
-        rows = [model.attention_size, groups * size, groups * size]
-
-        def parts(whole: Tensor) -> list[Tensor]:
-            query, key, value = torch.split(whole, rows)
-            return [self._halved(query), self._halved(key), value]
-
-        if groups == model.num_attention_heads:
-            joined = interleaved_rows(groups, 3, size)
-            return {f"{ours}.query_key_value.weight": lambda whole: joined.merge((*parts(whole),))}
-        pairs = interleaved_rows(groups, 2, size)
-        return {
-            f"{ours}.query.weight": lambda whole: parts(whole)[0],
-            f"{ours}.key_value.weight": lambda whole: pairs.merge((*parts(whole)[1:],)),
-        }
-
-    def _halved(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of each head from adjacent pairs to two halves, if necessary."""
-        if not self._interleaved:
-            return rows
-        pairs = rows.view(-1, self._spec.model.head_dim // 2, 2, rows.shape[1])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+    return table.ours(LazyTensors(parameters, read), str(where))
 
 
-def _same(whole: Tensor) -> Tensor:
+def _joined(parts: Sequence[_Part]) -> Tensor:
+    """Read a complete parameter."""
+    whole = torch.empty(parts[0].shape, dtype=torch.float32)
+    for part in parts:
+        with safe_open(part.path, framework="pt") as file:
+            view = file.get_slice("data")
+            for source, target in part.slices:
+                whole[target] = view[source]
     return whole
 
 

@@ -11,6 +11,7 @@ config.json.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megacore.config.model import MOST_LAYERS
@@ -25,8 +26,7 @@ from megacore.convert.key_map import (
     KeyMap,
     decoder_pairs,
     embedding,
-    fused_queries_keys_values,
-    fused_rows,
+    fused_layer,
     gated_mlp,
     linear,
     norm,
@@ -96,25 +96,6 @@ def _llama(spec: ModelSpec, ours: str, theirs: str) -> Entries:
                 model.head_dim,
             )
     return entries
-
-
-def _phi3(spec: ModelSpec, ours: str, theirs: str) -> Entries:
-    """Return the entries of a layer with one projection of each input."""
-    model = spec.model
-    hidden, inner = model.hidden_size, model.ffn_size
-    attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
-    shape, gates = (hidden, model.attention_size), ("dense_h_to_4h_gate", "dense_h_to_4h")
-    return [
-        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
-        *fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj"),
-        *linear(f"{attention}.dense", f"{their_attention}.o_proj", shape, bias=False),
-        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *fused_rows(
-            tuple(f"{mlp}.{name}" for name in gates), f"{their_mlp}.gate_up_proj", (inner, hidden)
-        ),
-        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
-    ]
 
 
 def _gemma2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
@@ -478,7 +459,7 @@ CLASSES: Mapping[str, _Class] = {
             "full_attn_mod": 1,
             "interpolate_factor": 1,
         },
-        _phi3,
+        partial(fused_layer, attention="self_attn"),
         rope=RopeKeys(share=("partial_rotary_factor", 1.0), extended_from=4096),
         epsilon=1e-5,
     ),
