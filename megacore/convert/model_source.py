@@ -14,9 +14,11 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.spec import read_spec
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
+from megacore.convert.hf.config import CONFIG_NAME
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.jobs.model import ModelSource
 from megacore.tokenizer import Tokenizer, load_tokenizer
+from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
 
 _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instead of continuing it"}
 
@@ -32,12 +34,12 @@ def find_model(path: Path) -> ModelSource:
             its model.
         ConversionError: if the transformers directory contains a model without counterpart here.
     """
-    path = transformers_directory(path) or path
-    if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
+    exported = transformers_directory(path)
+    if exported is not None:
         from megacore.convert.hf.directory import spec_of_directory
 
-        _, spec = spec_of_directory(path)
-        return ModelSource(directory=str(path.absolute()), exported=True, spec=spec)
+        _, spec = spec_of_directory(exported)
+        return ModelSource(directory=str(exported.absolute()), exported=True, spec=spec)
     checkpoint = _checkpoint(path)
     verify(checkpoint, "quick")
     checkpoint = checkpoint.absolute()
@@ -68,7 +70,7 @@ def transformers_directory(path: Path) -> Path | None:
     """
     best = [place for place in path.glob("best/iter_*/model") if ".tmp-" not in place.parent.name]
     places = (path, path / "model", *sorted(best, reverse=True))
-    models = (place for place in places if (place / "config.json").is_file())
+    models = (place for place in places if (place / CONFIG_NAME).is_file())
     return next((place for place in models if not (place / METADATA_NAME).exists()), None)
 
 
@@ -182,7 +184,7 @@ def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
         raise ConfigError(
             f"{source.directory} came without a tokenizer: give --tokenizer its directory"
         )
-    if not Path(named, "tokenizer_config.json").is_file():
+    if not Path(named, TOKENIZER_CONFIG_NAME).is_file():
         raise DataFormatError(
             f"{source.directory} names the tokenizer in {named}, where there is none: give "
             "--tokenizer its directory"
