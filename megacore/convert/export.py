@@ -3,9 +3,8 @@
 This module also selects the samples for the gate and writes a sample output of the exported model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     """
     exportable(job.config.family, job.config.model, job.config.data)
     output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
-    hf_class, form = hf_form_of(job.spec)
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
@@ -102,15 +100,8 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
         model = load_weights(job.spec, tensors, _device())
     report, exported = pass_gate(job, model, beat)
     beat("sample")
-    table = form.key_map(job.spec)
     card = model_card(
-        job.config,
-        job.spec,
-        hf_class,
-        parameters=sum(int(np.prod(shape)) for shape in table.their_shapes.values()),
-        iterations=marker.iteration,
-        facts=job.card,
-        report=report,
+        job.config, job.spec, iterations=marker.iteration, facts=job.card, report=report
     )
     with workspace_errors(output):
         (directory / "README.md").write_text(card, encoding="utf-8")
@@ -278,16 +269,11 @@ def _batches(
     limit = job.config.export.max_test_samples
     count = len(dataset) if limit is None else min(limit, len(dataset))
     size = max(1, _LOGITS // (job.config.data.seq_length * job.spec.padded_vocab_size))
-    for numbers in _grouped(range(count), size):
+    for start in range(0, count, size):
         on_batch()
+        numbers = range(start, min(start + size, count))
         rows = torch.from_numpy(np.ascontiguousarray(dataset.gather(numbers), dtype=np.int64))
         yield to_device(rules.read(rows), device)
-
-
-def _grouped(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
-    remaining = iter(numbers)
-    while group := list(islice(remaining, size)):
-        yield group
 
 
 def write_sample(

@@ -1,5 +1,6 @@
 """Model card (`README.md`) of an export, with the metadata of a hub page."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -9,7 +10,7 @@ from megacore.config.model import Family
 from megacore.config.optim import OptimizerName
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import Counterpart
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.report import ParityReport
 
 _CARD = """\
@@ -126,9 +127,7 @@ _NOT_COMPARED = "This directory was written without comparing it with the checkp
 def model_card(
     config: RunConfig,
     spec: ModelSpec,
-    hf_class: Counterpart,
     *,
-    parameters: int,
     iterations: int,
     facts: Mapping[str, str],
     report: ParityReport,
@@ -138,8 +137,6 @@ def model_card(
     Args:
         config: configuration of the run.
         spec: spec of the model.
-        hf_class: its class in transformers.
-        parameters: number of parameters of the export.
         iterations: number of optimizer steps.
         facts: data, perplexities and lineage, one row each.
         report: report of the gate.
@@ -154,8 +151,6 @@ def model_card(
     return _card(
         config.name,
         spec,
-        hf_class,
-        parameters=parameters,
         training=training,
         facts=facts,
         dtype=config.export.dtype,
@@ -167,9 +162,7 @@ def model_card(
 def bare_card(
     name: str,
     spec: ModelSpec,
-    hf_class: Counterpart,
     *,
-    parameters: int,
     iterations: int,
     dtype: str,
     facts: Mapping[str, str],
@@ -178,8 +171,6 @@ def bare_card(
     return _card(
         name,
         spec,
-        hf_class,
-        parameters=parameters,
         training=f"{iterations} iterations."
         if iterations
         else "Not trained further since it was imported.",
@@ -193,9 +184,7 @@ def bare_card(
 def _card(
     name: str,
     spec: ModelSpec,
-    hf_class: Counterpart,
     *,
-    parameters: int,
     training: str,
     facts: Mapping[str, str],
     dtype: str,
@@ -203,6 +192,8 @@ def _card(
     parity: str,
 ) -> str:
     family, model = spec.family, spec.model
+    hf_class, form = hf_form_of(spec)
+    shapes = form.key_map(spec).their_shapes.values()
     decoder = f" + {model.decoder_layers}" if family == "t5" else ""
     head = "is apart from" if model.untie_embeddings_and_output_weights else "is tied to"
     return render_card(
@@ -212,14 +203,14 @@ def _card(
                 class_name=_NAMES.get(hf_class.architecture, hf_class.architecture)
             ),
             version=megacore.__version__,
-            parameters=parameters,
+            parameters=sum(map(math.prod, shapes)),
             layers=f"{model.num_layers}{decoder} layers",
             hidden=model.hidden_size,
             heads=model.num_attention_heads,
             positions=spec.max_position_embeddings,
             vocab_size=spec.vocab_size,
         ),
-        pipeline_tag=_TAGS[hf_class.family],
+        pipeline_tag=_TAGS[family],
         tags=[hf_class.tag, "megacore", "pretraining"],
         auto_class=_AUTO_CLASSES[family],
         usage=_USAGE[family]

@@ -3,7 +3,6 @@
 The tokenizer is exported too, if the checkpoint has one.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import Dtype
-from megacore.convert.hf.forms import hf_form_of
+from megacore.convert.counterparts import Dtype, counterpart
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
 from megacore.convert.model_source import check_vocabulary, find_model
@@ -96,8 +94,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         DataFormatError: if the tokenizer's files are damaged.
         WorkspaceError: if `output` cannot be written.
     """
-    hf_class, form = hf_form_of(source.spec)
-    table = form.key_map(source.spec)
+    hf_class = counterpart(source.spec.family, source.spec.model)
     spec = source.spec
     if source.tokenizer is not None:
         spec = with_begin(spec, source.tokenizer)
@@ -108,8 +105,6 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         card = bare_card(
             output.absolute().name,
             source.spec,
-            hf_class,
-            parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
             iterations=source.marker.iteration,
             dtype=dtype,
             facts={

@@ -3,7 +3,6 @@
 import yaml
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import counterpart
 from megacore.convert.model_card import model_card
 from megacore.convert.report import ParityReport
 from tests.convert._tiny import tiny_config
@@ -14,8 +13,6 @@ def test_the_card_has_a_yaml_header_and_the_facts() -> None:
     card = model_card(
         config,
         ModelSpec.of(config, 300),
-        counterpart("gpt", config.model),
-        parameters=1234567,
         iterations=40,
         facts={"data": "a | b\nc", "test PPL": "12.34"},
         report=ParityReport(
@@ -31,7 +28,7 @@ def test_the_card_has_a_yaml_header_and_the_facts() -> None:
     }
     assert "# tiny" in body
     assert (
-        "1,234,567 parameters (3 layers, hidden size 32, 4 heads, 48 positions, vocabulary 300)"
+        "49,312 parameters (3 layers, hidden size 32, 4 heads, 48 positions, vocabulary 300)"
         in body
     )
     assert "| data | a \\| b c |\n| test PPL | 12.34 |" in body
@@ -52,8 +49,6 @@ def test_the_card_of_continued_pretraining_names_its_first_weights() -> None:
     card = model_card(
         config,
         ModelSpec.of(config, 300),
-        counterpart("gpt", config.model),
-        parameters=1,
         iterations=40,
         facts={},
         report=ParityReport(tolerance=1e-4),
