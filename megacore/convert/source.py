@@ -83,18 +83,6 @@ def load_weights(
         ConversionError: if names or shapes differ.
     """
     model = build_bare(spec, ProcessMesh.serial())
-    take_weights(model, tensors, device)
-    return model
-
-
-def take_weights(
-    model: Model, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
-) -> None:
-    """Load weights into a model that was built on the meta device.
-
-    Raises:
-        ConversionError: if names or shapes differ.
-    """
     try:
         model.load_state_dict(
             {name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True
@@ -104,3 +92,4 @@ def take_weights(
             "the checkpoint is of another model than the configuration: "
             f"{' '.join(str(error).split())[:500]}"
         ) from error
+    return model

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from megacore.artifact import StageKey, build_artifact
+from megacore.config.spec import ModelSpec
 from megacore.convert.export import export, samples_of, validation_rows, write_export
 from megacore.convert.hf import write
-from megacore.convert.source import CheckpointTensors, take_weights
+from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.data.index_maps import build_index_maps
 from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
-from megacore.models.build import build_model
-from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import load_tokenizer
 from tests._loss import loss_of
 from tests.convert._tiny import VOCAB_SIZE, tiny_config
@@ -156,11 +155,9 @@ def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: 
         ConversionError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.weight"
     ):
         export(job)
-    model = build_model(
-        tiny_config(hidden_size=16), VOCAB_SIZE, ProcessMesh.serial(), device="meta"
-    )
+    narrow = ModelSpec.of(tiny_config(hidden_size=16), VOCAB_SIZE)
     with pytest.raises(ConversionError, match="of another model"):
-        take_weights(model, CheckpointTensors(Path(original.job.checkpoint)))
+        load_weights(narrow, CheckpointTensors(Path(original.job.checkpoint)))
 
 
 def test_missing_inputs_are_refused(original: Exported, tmp_path: Path) -> None:
