@@ -17,14 +17,14 @@ from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
 from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError
 
-_MADE_AS = {"gelu_tanh", "gelu", "swiglu"}
+ACTIVATIONS = {"gelu_tanh", "gelu", "swiglu"}
 POSITIONS = ("learned_absolute", "rope", "none")
-NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "norm_position": lambda model: model.norm_position != "pre",
     "parallel_residual": lambda model: model.parallel_residual,
     "position_embedding_type": lambda model: model.position_embedding_type not in POSITIONS,
-    "activation": lambda model: model.activation not in _MADE_AS,
+    "activation": lambda model: model.activation not in ACTIVATIONS,
     "rotary_percent": lambda model: rotates_otherwise(model),
     "rope_scaling": lambda model: _rope_args(model.rope_scaling) is None,
     "sliding_window": lambda model: model.sliding_window is not None,
@@ -109,15 +109,8 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
             "bert: export it with --format hf"
         )
     rules = _NO_PLACE | _NO_PLACE_IN_BERT if spec.family == "bert" else _NO_PLACE
-    names = [name for name, rule in rules.items() if rule(model)]
-    known = {*SUPPORTED_FIELDS, *_NO_PLACE, *_NO_PLACE_IN_BERT, "add_qkv_bias"}
-    names += unsupported_fields(model, known)
-    used = [f"model.{name} {getattr(model, name)!r}" for name in names]
-    if used:
-        raise ConversionError(
-            f"Megatron's file form of {spec.family} has no place for {', '.join(used)}: export the "
-            "model with --format hf, or train it without"
-        )
+    others = {*_NO_PLACE_IN_BERT, "add_qkv_bias"}
+    refuse_options(model, rules, others, f"Megatron's file form of {spec.family}")
     divided = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.num_query_groups": model.query_groups,
@@ -127,6 +120,30 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
     for what, length in divided.items():
         _check_divides(what, length, "tensor", tensor)
     _check_divides("model.num_layers", model.num_layers, "pipeline", pipeline)
+
+
+def refuse_options(
+    model: ModelConfig,
+    rules: Mapping[str, Callable[[ModelConfig], bool]],
+    others: Collection[str],
+    form: str,
+) -> None:
+    """Raise ConversionError for options that a form of Megatron's checkpoints does not support.
+
+    Args:
+        model: the model.
+        rules: options that it does not support with all values, each with a test for its use.
+        others: further options that it supports, besides SUPPORTED_FIELDS.
+        form: name of the form for the message.
+    """
+    names = [name for name, rule in rules.items() if rule(model)]
+    names += unsupported_fields(model, {*SUPPORTED_FIELDS, *rules, *others})
+    used = [f"model.{name} {getattr(model, name)!r}" for name in names]
+    if used:
+        raise ConversionError(
+            f"{form} has no place for {', '.join(used)}: export the model with --format hf, or "
+            "train it without"
+        )
 
 
 def _check_divides(what: str, length: int, kind: str, size: int) -> None:
@@ -188,7 +205,7 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percent,
         **(_rope_args(model.rope_scaling) or {}),
-        "normalization": NORMS[model.normalization],
+        "normalization": _NORMS[model.normalization],
         "layernorm_epsilon": model.layernorm_epsilon,
         "norm_epsilon": model.layernorm_epsilon,
         "apply_residual_connection_post_layernorm": False,
@@ -477,7 +494,7 @@ def _rope_scaling(args: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _normalization(args: Mapping[str, Any]) -> str:
-    name = str(args.get("normalization") or NORMS["layernorm"])
+    name = str(args.get("normalization") or _NORMS["layernorm"])
     return name.lower()
 
 

@@ -79,73 +79,19 @@ OFF: dict[str, tuple[Any, ...]] = {
 changes what the model computes."""
 _QUANTIZED = ("fp8", "fp4")
 """Arguments of training with quantized products, which are computed as usual here."""
-
-
-def core_spec(
-    args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path
-) -> ModelSpec:
-    """Return the spec of the model that Megatron core builds with `args`; see `args.spec_of`.
-
-    Raises:
-        ConversionError: if our models do not support an argument.
-        CheckpointError: if an argument is missing, invalid or contradicts the tensors.
-    """
-    refuse_used(args, OFF, where)
-    options: dict[str, Any] = {"qk_layernorm": bool(args.get("qk_layernorm"))}
-    options |= _window(args, where)
-    # Megatron core ignores openai_gelu.
-    read = {**args, "openai_gelu": False, "onnx_safe": False}
-    read |= {"qk_layernorm": False, "window_size": None}
-    if args.get("tokenizer_type") == "HuggingFaceTokenizer":
-        tokenizer = {"tokenizer_type": "PretrainedFromHF"}
-        read |= tokenizer | {"tokenizer_name_or_path": args.get("tokenizer_model")}
-    return spec_of(read, family, layers, vocabulary_rows, where, options)
-
-
-def _window(args: Mapping[str, Any], where: Path) -> dict[str, int]:
-    """Return our sliding_window, which counts the token itself and its window's left part.
-
-    Every n-th layer has no window, here as in Megatron core, with window_attn_skip_freq n.
-    """
-    window = args.get("window_size")
-    if not window:
-        return {}
-    if not (
-        isinstance(window, tuple | list)
-        and len(window) == 2
-        and all(type(side) is int for side in window)
-    ):
-        raise CheckpointError(
-            f"args of {where} have window_size {window!r}, which is no pair of numbers: use "
-            "another checkpoint"
-        )
-    left, right = window
-    if right not in (0, -1):
-        raise ConversionError(
-            f"{where} was trained with window_size {tuple(window)!r}, in which tokens attend to "
-            "later ones, which no GPT of megacore does"
-        )
-    skip = args.get("window_attn_skip_freq")
-    if skip is not None and (type(skip) is not int or skip < 1):
-        raise ConversionError(
-            f"{where} was trained with window_attn_skip_freq {skip!r}: models of megacore have a "
-            "window in all layers, or in all but every n-th"
-        )
-    if left < 0 or skip == 1:
-        return {}
-    return {"sliding_window": left + 1} | ({"window_attn_skip_freq": skip} if skip else {})
-
-
-def core_remarks(args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return sentences about what the import leaves out."""
-    quantized = [f"{name} {args[name]}" for name in _QUANTIZED if args.get(name)]
-    return tuple(
-        f"the model was trained with {name}: megacore computes its products in the precision of "
-        "the weights"
-        for name in quantized
-    )
-
-
+_ABSENT = {
+    ".experts.": "experts",
+    ".router.": "experts",
+    ".shared_experts.": "experts",
+    "mtp.": "multi-token prediction",
+    ".mixer.": "Mamba or hybrid layers",
+    "linear_q_down_proj": "multi-head latent attention",
+    "linear_kv_down_proj": "multi-head latent attention",
+    "linear_q_up_proj": "multi-head latent attention",
+    "cross_attention.linear": "cross attention",
+    "vision_model.": "an image encoder",
+}
+"""Parts of names and the module that they belong to, which no model of megacore has."""
 COMMON_NAME = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 """Name of the object with iteration and arguments, in versions without `common.pt`."""
@@ -174,10 +120,10 @@ def open_core(directory: Path, iteration: int | None) -> Foreign:
     family = _family(names, directory)
     _check_modules(names, directory)
     layers = _layers(reader)
-    spec = core_spec(args, family, layers, _vocabulary(reader, directory), directory)
+    spec = _spec(args, family, layers, _vocabulary(reader, directory), directory)
     tensors = CoreTensors(reader, spec, tensor_size(args), directory)
     saved = common.get("iteration")
-    remarks = [*remarks_on(args, family), *core_remarks(args)]
+    remarks = [*remarks_on(args, family), *_remarks(args)]
     if any(reader.tensors[name].properties.dtype != torch.float32 for name in names):
         remarks.append(HALF_PRECISION)
     iterations = saved if type(saved) is int and saved >= 0 else iteration
@@ -259,19 +205,69 @@ def _family(names: Sequence[str], where: Path) -> Family:
     raise ConversionError(f"{where} has {what}: only gpt and bert are read from this form")
 
 
-_ABSENT = {
-    ".experts.": "experts",
-    ".router.": "experts",
-    ".shared_experts.": "experts",
-    "mtp.": "multi-token prediction",
-    ".mixer.": "Mamba or hybrid layers",
-    "linear_q_down_proj": "multi-head latent attention",
-    "linear_kv_down_proj": "multi-head latent attention",
-    "linear_q_up_proj": "multi-head latent attention",
-    "cross_attention.linear": "cross attention",
-    "vision_model.": "an image encoder",
-}
-"""Parts of names and the module that they belong to, which no model of megacore has."""
+def _spec(
+    args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path
+) -> ModelSpec:
+    """Return the spec of the model that Megatron core builds with `args`; see `args.spec_of`.
+
+    Raises:
+        ConversionError: if our models do not support an argument.
+        CheckpointError: if an argument is missing, invalid or contradicts the tensors.
+    """
+    refuse_used(args, OFF, where)
+    options: dict[str, Any] = {"qk_layernorm": bool(args.get("qk_layernorm"))}
+    options |= _window(args, where)
+    # Megatron core ignores openai_gelu.
+    read = {**args, "openai_gelu": False, "onnx_safe": False}
+    read |= {"qk_layernorm": False, "window_size": None}
+    if args.get("tokenizer_type") == "HuggingFaceTokenizer":
+        tokenizer = {"tokenizer_type": "PretrainedFromHF"}
+        read |= tokenizer | {"tokenizer_name_or_path": args.get("tokenizer_model")}
+    return spec_of(read, family, layers, vocabulary_rows, where, options)
+
+
+def _window(args: Mapping[str, Any], where: Path) -> dict[str, int]:
+    """Return our sliding_window, which counts the token itself and its window's left part.
+
+    Every n-th layer has no window, here as in Megatron core, with window_attn_skip_freq n.
+    """
+    window = args.get("window_size")
+    if not window:
+        return {}
+    if not (
+        isinstance(window, tuple | list)
+        and len(window) == 2
+        and all(type(side) is int for side in window)
+    ):
+        raise CheckpointError(
+            f"args of {where} have window_size {window!r}, which is no pair of numbers: use "
+            "another checkpoint"
+        )
+    left, right = window
+    if right not in (0, -1):
+        raise ConversionError(
+            f"{where} was trained with window_size {tuple(window)!r}, in which tokens attend to "
+            "later ones, which no GPT of megacore does"
+        )
+    skip = args.get("window_attn_skip_freq")
+    if skip is not None and (type(skip) is not int or skip < 1):
+        raise ConversionError(
+            f"{where} was trained with window_attn_skip_freq {skip!r}: models of megacore have a "
+            "window in all layers, or in all but every n-th"
+        )
+    if left < 0 or skip == 1:
+        return {}
+    return {"sliding_window": left + 1} | ({"window_attn_skip_freq": skip} if skip else {})
+
+
+def _remarks(args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return sentences about what the import leaves out."""
+    quantized = [f"{name} {args[name]}" for name in _QUANTIZED if args.get(name)]
+    return tuple(
+        f"the model was trained with {name}: megacore computes its products in the precision of "
+        "the weights"
+        for name in quantized
+    )
 
 
 def _check_modules(names: Sequence[str], where: Path) -> None:
@@ -374,7 +370,9 @@ def _place(
     candidates = [(name, core.layer) for name in core.names]
     candidates += [(name, None) for name in core.separate()] if core.layer is not None else []
     chosen = [
-        (names, layer) for names, layer in _with_halves(candidates, gated) if _has(reader, names)
+        (names, layer)
+        for names, layer in _with_halves(candidates, gated)
+        if any(name in reader.tensors for name in names)
     ]
     if len(chosen) != 1:
         shown = listed([name for name, _ in candidates])
@@ -402,10 +400,6 @@ def _with_halves(
         yield (name,), layer
         if gated:
             yield tuple(f"{name}{half}" for half in HALVES), layer
-
-
-def _has(reader: CheckpointReader, names: Sequence[str]) -> bool:
-    return any(name in reader.tensors for name in names)
 
 
 def _check_tensor(

@@ -30,8 +30,13 @@ from megacore.checkpoint.format import METADATA_NAME, directory_name, write_trac
 from megacore.checkpoint.metadata import private_name
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
-from megacore.convert.megatron.args import NORMS, POSITIONS, args_of, rotates_otherwise
+from megacore.convert.megatron.args import (
+    ACTIVATIONS,
+    POSITIONS,
+    args_of,
+    refuse_options,
+    rotates_otherwise,
+)
 from megacore.convert.megatron.core import BACKEND, COMMON_NAME
 from megacore.convert.megatron.files import CHECKPOINT_VERSION, CONFIG_NAME, save_to
 from megacore.convert.megatron.table import Slot, core_name, core_slots
@@ -51,7 +56,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "parallel_residual": lambda model: model.parallel_residual,
     "position_embedding_type": lambda model: model.position_embedding_type not in POSITIONS,
     "activation": lambda model: (
-        model.activation not in {"gelu", "gelu_tanh", "swiglu"}
+        model.activation not in ACTIVATIONS
         or (model.activation == "gelu_tanh" and not model.add_bias_linear)
     ),
     "rotary_percent": rotates_otherwise,
@@ -69,14 +74,7 @@ def check_core(spec: ModelSpec) -> None:
             f"family {spec.family!r} is not written in Megatron core's form, only gpt: export it "
             "with --format hf"
         )
-    names = [name for name, rule in _NO_PLACE.items() if rule(spec.model)]
-    names += unsupported_fields(spec.model, {*SUPPORTED_FIELDS, *_NO_PLACE, *_FREE})
-    used = [f"model.{name} {getattr(spec.model, name)!r}" for name in names]
-    if used:
-        raise ConversionError(
-            f"Megatron core's form has no place for {', '.join(used)}: export the model with "
-            "--format hf, or train it without"
-        )
+    refuse_options(spec.model, _NO_PLACE, _FREE, "Megatron core's form")
 
 
 def write_core(
@@ -123,7 +121,6 @@ def core_args_of(spec: ModelSpec, *, iteration: int) -> argparse.Namespace:
     model = spec.model
     values = dict(args_of(spec, iteration=iteration, tensor=1, pipeline=1))
     values |= {
-        "normalization": NORMS[model.normalization],
         "openai_gelu": False,
         "bias_gelu_fusion": model.activation == "gelu_tanh",
         "qk_layernorm": model.qk_layernorm,

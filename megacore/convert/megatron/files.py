@@ -195,13 +195,9 @@ def read_rank_file(path: Path) -> RankFile:
 def args_in(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the program that wrote a file; empty if it has none."""
     args = state.get("args")
-    return (
-        dict(args)
-        if isinstance(args, Mapping)
-        else dict(vars(args))
-        if isinstance(args, Record)
-        else {}
-    )
+    if isinstance(args, Record):
+        args = vars(args)
+    return dict(args) if isinstance(args, Mapping) else {}
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -365,15 +361,10 @@ class MergedTensors(LazyTensors):
 
     def _merged(self, name: str) -> Tensor:
         slot, stage = self._held[name]
-        parts = (self._current(slot, rank[slot.name]) for rank in stage)
+        parts = (rank[slot.name] for rank in stage)
+        if ".query_key_value." in slot.name:
+            parts = (current_rows(part, self._version, self._head_dim) for part in parts)
         return slot.whole(parts, name).to(torch.float32)
-
-    def _current(self, slot: Slot, part: Tensor) -> Tensor:
-        return (
-            current_rows(part, self._version, self._head_dim)
-            if ".query_key_value." in slot.name
-            else part
-        )
 
 
 def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
