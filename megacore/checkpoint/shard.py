@@ -130,9 +130,11 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """First element and lengths of a rectangle in a tensor."""
 
 
-def overlap(parts: Sequence[Rectangle]) -> bool:
-    """Return True if two rectangles have a common element."""
-    return any(
+def tile(parts: Sequence[Rectangle], shape: Sequence[int]) -> bool:
+    """Return True if rectangles within one of this shape hold each of its elements exactly once."""
+    if sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape):
+        return False
+    return not any(
         all(max(a, b) < min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
         for index, first in enumerate(parts)
         for second in parts[:index]

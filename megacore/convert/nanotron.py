@@ -7,7 +7,6 @@ complete parameter. Only weights are converted, and one tensor at a time is in m
 Source: huggingface/nanotron, src/nanotron/serialize and examples/llama/convert_weights.py.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacore.artifact.files import read_json, reason_of, regular
-from megacore.checkpoint.shard import overlap
+from megacore.checkpoint.shard import tile
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
@@ -342,7 +341,7 @@ def _check_parts(name: str, parts: Sequence[_Part], shape: Shape, where: Path) -
         for part in parts
         for _, target in part.slices
     ]
-    if sum(math.prod(sizes) for _, sizes in places) != math.prod(shape) or overlap(places):
+    if not tile(places, shape):
         raise CheckpointError(
             f"{where} does not hold every number of {name} exactly once: it has {len(parts)} files "
             "of it; use a whole checkpoint"

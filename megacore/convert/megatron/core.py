@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from megacore.artifact.files import read_json, reason_of
 from megacore.checkpoint.format import MARKER_NAME, METADATA_NAME
 from megacore.checkpoint.load import CheckpointReader
-from megacore.checkpoint.shard import Rectangle, TensorShard, overlap
+from megacore.checkpoint.shard import Rectangle, TensorShard, tile
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
@@ -428,7 +428,7 @@ def _check_tensor(
     corner = [0] * len(shape) if layer is None else [layer, *[0] * len(shape)]
     size = list(shape) if layer is None else [1, *shape]
     parts = [part for part in (_common(chunk, corner, size) for chunk in entry.chunks) if part]
-    if sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape) or overlap(parts):
+    if not tile(parts, shape):
         raise CheckpointError(
             f"{where} does not hold every number of {name} exactly once: use another checkpoint"
         )
