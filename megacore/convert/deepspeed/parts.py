@@ -35,20 +35,20 @@ class Pieces:
     shape: Shape
     flat: tuple[Tensor, ...]
     """One-dimensional tensors, in order."""
-    rows: int | None = None
-    """Number of rows after padding with zeros; None for no padding, 0 if not yet known."""
+    unpadded: bool = False
+    """True for a table of tokens without the rows that pad the vocabulary."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Pieces":
+    def of(cls, tensor: Tensor, *, unpadded: bool = False) -> "Pieces":
         """Wrap a complete tensor as one piece."""
-        return cls(tuple(tensor.shape), (tensor.detach().reshape(-1),))
+        return cls(tuple(tensor.shape), (tensor.detach().reshape(-1),), unpadded)
 
-    def whole(self) -> Tensor:
-        """Return the complete tensor, with padding."""
+    def whole(self, rows: int = 0) -> Tensor:
+        """Return the complete tensor, an unpadded one with zeros up to `rows` rows."""
         tensor = (self.flat[0] if len(self.flat) == 1 else torch.cat(self.flat)).view(self.shape)
-        if self.rows is None or self.rows <= len(tensor):
+        if not self.unpadded or rows <= len(tensor):
             return tensor
-        return torch.cat([tensor, tensor.new_zeros(self.rows - len(tensor), *tensor.shape[1:])])
+        return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 @dataclass
@@ -84,9 +84,7 @@ def sharded_parts(saved: Saved, rank: int) -> Parts:
             for name, shape in group.items()
         }
     parts = (
-        _stretches_of_parameters(states, shapes)
-        if stage == 3
-        else _stretches_of_groups(states, shapes)
+        _slices_of_parameters(states, shapes) if stage == 3 else _slices_of_groups(states, shapes)
     )
     if stage < 3:
         _check_order(states, groups)
@@ -141,8 +139,7 @@ def _universal_tensor(path: Path, shape: Shape | None) -> Pieces:
     content = load_inert(path)
     with reading(path):
         if isinstance(content, Mapping):
-            pieces = Pieces.of(content["param"])
-            return Pieces(pieces.shape, pieces.flat, 0) if content.get("vocab_tensor") else pieces
+            return Pieces.of(content["param"], unpadded=bool(content.get("vocab_tensor")))
         if not isinstance(content, Tensor):
             raise TypeError(f"{type(content).__name__} where a tensor belongs")
         # With ZeRO stage 3 the tensor is flat, and its shape is in the model's file.
@@ -162,20 +159,14 @@ def module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
         TypeError: if an entry is not a tensor.
     """
     skipped = {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
-    entries = {
-        name: tensor for name, tensor in leaves(model["module"] or {}) if name not in skipped
-    }
-    other = next(
-        (
-            name
-            for name, value in entries.items()
-            if value is not None and not isinstance(value, Tensor)
-        ),
-        None,
-    )
-    if other is not None:
-        raise TypeError(f"module has {type(entries[other]).__name__} as {other}")
-    return {name: tensor for name, tensor in entries.items() if tensor is not None}
+    tensors = {}
+    for name, value in leaves(model["module"] or {}):
+        if name in skipped or value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"module has {type(value).__name__} as {name}")
+        tensors[name] = value
+    return tensors
 
 
 def steps_in(state: Mapping[str, Any]) -> Iterator[int]:
@@ -233,7 +224,7 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
     return int(stage)
 
 
-def _stretches_of_groups(
+def _slices_of_groups(
     states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
 ) -> Parts:
     """Collect the slices of stage 1 and 2; each file locates the parameters in its slice."""
@@ -248,16 +239,14 @@ def _stretches_of_groups(
         with reading(path):
             flats = state["single_partition_of_fp32_groups"]
             base = state["base_optimizer_state"]
-            optimizer_states = (
-                base if isinstance(base, Sequence) else _in_order(base["state"], len(flats))
-            )
-            parts.steps |= (
-                {step for group in base for step in steps_in(group)}
-                if optimizer_states is base
-                else steps_of(base)
-            )
+            if isinstance(base, Sequence):
+                groups = base
+                parts.steps |= {step for group in base for step in steps_in(group)}
+            else:
+                groups = _in_order(base["state"], len(flats))
+                parts.steps |= steps_of(base)
             for flat, moments, addresses in zip(
-                flats, optimizer_states, state["param_slice_mappings"], strict=True
+                flats, groups, state["param_slice_mappings"], strict=True
             ):
                 for name, address in addresses.items():
                     for kind in KINDS:
@@ -291,7 +280,7 @@ def _check_order(
             )
 
 
-def _stretches_of_parameters(
+def _slices_of_parameters(
     states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
 ) -> Parts:
     """Collect the slices of stage 3: each replica has an equal slice of every parameter.

@@ -9,7 +9,6 @@ Megatron-DeepSpeed, megatron/checkpointing.py.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -324,12 +323,7 @@ def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[LazyTensors, ...]:
 
 def _assembled(held: Mapping[str, Pieces], rows: int) -> LazyTensors:
     """Return a rank's tensors, each assembled on access."""
-
-    def whole(name: str) -> Tensor:
-        pieces = held[name]
-        return (pieces if pieces.rows is None else replace(pieces, rows=rows)).whole()
-
-    return LazyTensors(held, whole)
+    return LazyTensors(held, lambda name: held[name].whole(rows))
 
 
 def _megatron(
@@ -353,7 +347,7 @@ def _megatron(
         raise CheckpointError(f"{where} has no {_TABLE}: use a whole checkpoint")
     padded = args.get("padded_vocab_size") or 0
     tables = [rank[FP32][_TABLE] for rank in ranks]
-    rows = sum(max(table.shape[0], 0 if table.rows is None else padded) for table in tables)
+    rows = sum(max(table.shape[0], padded if table.unpadded else 0) for table in tables)
     spec = spec_of(args, family_of(names, where), len(layer_numbers(names)), rows, where)
     check_rows(spec, float(version), where)
     return spec, {
