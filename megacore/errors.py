@@ -7,7 +7,7 @@ exit status of the command line.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megacore.redact import redact
 
@@ -19,6 +19,12 @@ def dotted(location: Iterable[str | int]) -> str:
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
     ).removeprefix(".")
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names for a message, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 class MegacoreError(Exception):

@@ -26,9 +26,8 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
 from megacore.checkpoint.shard import Tensors, pieces_of
-from megacore.errors import CheckpointError, FileAccessError
+from megacore.errors import CheckpointError, FileAccessError, listed
 
-_SHOWN = 4
 _BLOCK = 4 << 20
 """Bytes read at a time if the file cannot be read directly into a tensor's memory."""
 _THREADS = 4
@@ -207,9 +206,10 @@ def _check_names(path: Path, saved: Collection[str], expected: Collection[str]) 
     unexpected = sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise CheckpointError(
-            f"{path} is of another model: it lacks {_listed(missing)} of the {len(expected)} "
-            f"tensors requested, and has {_listed(unexpected)} among {len(saved)} that were not "
-            "requested: load it with the configuration it was saved with"
+            f"{path} is of another model: it lacks {listed(missing) or 'none'} of the "
+            f"{len(expected)} tensors requested, and has {listed(unexpected) or 'none'} among "
+            f"{len(saved)} that were not requested: load it with the configuration it was saved "
+            "with"
         )
 
 
@@ -224,19 +224,13 @@ def _check_entries(
     ]
     if differing:
         raise CheckpointError(
-            f"{path} is of another model: {_listed(differing)}: load it with the configuration it "
+            f"{path} is of another model: {listed(differing)}: load it with the configuration it "
             "was saved with"
         )
 
 
 def _form(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _listed(items: list[str]) -> str:
-    """Return the first few items of a list and the number of the others, or `none`."""
-    shown = ", ".join(items[:_SHOWN]) or "none"
-    return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
 
 
 def _read(

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from megacore.errors import listed
+
 Subject = Literal["architecture", "weights", "logits", "tokenizer", "files", "run"]
 Explains = Literal["all", "part", "nothing", "not tested"]
 UNEXPLAINED = "unexplained"
@@ -81,7 +83,7 @@ class Report:
         effective = [each for each in self.differences if each.explains in ("all", "part")]
         chosen = effective or self.differences
         named = list(dict.fromkeys(each.cause.replace("_", " ") for each in chosen))
-        return f"A and B differ: {listed(named, 4)}."
+        return f"A and B differ: {listed(named)}."
 
     def _scope(self) -> str:
         compared: Sequence[str] = self.facts.get("compared", ())
@@ -101,9 +103,3 @@ class Report:
             ],
             "facts": self.facts,
         }
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Join names, the first `most` of them."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

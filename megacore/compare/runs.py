@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megacore.compare.fields import AT_ONCE, ROUNDING, cause_of_field, shown
-from megacore.compare.report import UNEXPLAINED, Finding, Report, listed
+from megacore.compare.report import UNEXPLAINED, Finding, Report
 from megacore.compare.run_record import (
     SERIES,
     Attempt,
@@ -27,7 +27,7 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.difference import differing_values
 from megacore.data.build import open_split
 from megacore.data.samples import Dataset
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, listed
 
 _RESULTS = ("lm_loss", "loss", "grad_norm")
 """Results of a step: `lm_loss` of a pretraining, `loss` of a fine-tuning."""
@@ -209,7 +209,7 @@ def _at(record: RunRecord, iteration: int) -> Attempt | None:
 def _pair(ours: Any, theirs: Any) -> str:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-        return listed([f"{key} {ours.get(key)} in A, {theirs.get(key)} in B" for key in keys], 4)
+        return listed([f"{key} {ours.get(key)} in A, {theirs.get(key)} in B" for key in keys])
     return f"{shown(ours)} in A, {shown(theirs)} in B"
 
 
@@ -426,7 +426,7 @@ def _conclude(
     ]
     cause = reasons[0].cause if reasons else _without_reason(first, a)
     because = (
-        f"; because of {listed(report.facts['reasons'], 4).replace('_', ' ')}"
+        f"; because of {listed(report.facts['reasons']).replace('_', ' ')}"
         if reasons
         else _without_reason_text(cause, first, a, b, name)
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.format import reading
-from megacore.compare.report import Finding, listed
+from megacore.compare.report import Finding
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import CONFIG_NAME, HfConfig
 from megacore.convert.hf.directory import (
@@ -30,7 +30,7 @@ from megacore.convert.imported import OPENERS
 from megacore.convert.key_map import KeyMap, LazyTensors, Shape
 from megacore.convert.model_source import find_model, transformers_directory
 from megacore.convert.source import CheckpointTensors, parameter_shapes
-from megacore.errors import CheckpointError, ConversionError, MegacoreError
+from megacore.errors import CheckpointError, ConversionError, MegacoreError, listed
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.bias")
 """Tensors with a row per entry of the vocabulary, padded."""
@@ -324,7 +324,7 @@ def _misshapen(table: KeyMap, readers: Mapping[str, Reader]) -> list[Finding]:
                 key = ("shape", f"of shape {actual} where config.json says {shape}")
             grouped.setdefault(key, []).append(name)
     return [
-        Finding("weights", cause, f"{listed(names)}: {text}", tuple(names))
+        Finding("weights", cause, f"{listed(names, 3)}: {text}", tuple(names))
         for (cause, text), names in grouped.items()
     ]
 
@@ -336,7 +336,7 @@ def _absent(names: list[str]) -> list[Finding]:
     result = []
     for missing, cause in ((biases, "missing_bias"), (others, "missing_tensors")):
         if missing:
-            result.append(Finding("weights", cause, f"lacks {listed(missing)}", tuple(missing)))
+            result.append(Finding("weights", cause, f"lacks {listed(missing, 3)}", tuple(missing)))
     return result
 
 
@@ -347,7 +347,7 @@ def _left_over(names: list[str]) -> list[Finding]:
         Finding(
             "weights",
             "extra_tensors",
-            f"has {listed(names)}, for which its configuration has no place",
+            f"has {listed(names, 3)}, for which its configuration has no place",
             tuple(names),
         )
     ]

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import read_json, reason_of
-from megacore.compare.report import Finding, listed
+from megacore.compare.report import Finding
 from megacore.convert.tokenizers import read_tokenizer
-from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from megacore.errors import ConfigError, DataFormatError, MegacoreError, listed
 from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import TOKENIZER_NAME
 
@@ -107,7 +107,7 @@ def _vocabulary(a: Tokenizer, b: Tokenizer) -> list[Finding]:
     if not differing:
         longer, more = ("A", ours) if len(ours) > len(theirs) else ("B", theirs)
         extra = [repr(token) for token in more[min(len(ours), len(theirs)) :]]
-        sentence = f"vocabulary: {size}; only {longer} has {listed(extra)}"
+        sentence = f"vocabulary: {size}; only {longer} has {listed(extra, 3)}"
         return [Finding("tokenizer", "tokenizer_vocabulary", sentence, (), len(ours), len(theirs))]
     first = differing[0]
     moved = _moved(ours, theirs, differing)
@@ -175,7 +175,7 @@ def _added(a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
         for token in ours
         if token in theirs and ours[token] != theirs[token]
     ]
-    return [Finding("tokenizer", "added_tokens", f"added tokens: {listed(lacking, 4)}")]
+    return [Finding("tokenizer", "added_tokens", f"added tokens: {listed(lacking)}")]
 
 
 def _changed(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

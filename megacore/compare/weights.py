@@ -23,9 +23,10 @@ from megacore.compare.relations import (
     relate,
     similarity,
 )
-from megacore.compare.report import UNEXPLAINED, Explains, Finding, listed
+from megacore.compare.report import UNEXPLAINED, Explains, Finding
 from megacore.compare.side import Reading
 from megacore.convert.key_map import LazyTensors
+from megacore.errors import listed
 
 Fingerprint = tuple[int, int, int]
 
@@ -235,7 +236,7 @@ def _layer_difference(
         text = (
             f"the {stack} has {len(theirs)} layers where A has {len(ours)}"
             + (f", {lacking}" if missing else "")
-            + (f"; {listed(again, 4)}" if again else "")
+            + (f"; {listed(again)}" if again else "")
         )
     affected = frozenset(
         name
@@ -251,7 +252,7 @@ def _layer_difference(
 
 def _repeated(stack: str, again: Mapping[int, int], a: Reading) -> Difference:
     """Return the difference of layers of A that repeat others, where B has layers of its own."""
-    text = listed([f"layer {new} of A is B's {old}" for new, old in again.items()], 4)
+    text = listed([f"layer {new} of A is B's {old}" for new, old in again.items()])
     affected = frozenset(
         name
         for name in a.shapes
@@ -464,7 +465,7 @@ def _summary(cause: str, parts: list[_Part]) -> Difference:
     )
     layers = {match["number"] for name in names if (match := LAYER.match(name))}
     places = f" in {len(layers)} layers" if len(layers) > 1 else ""
-    named = listed(locals_, 4) if len(layers) > 1 else listed(list(names), 4)
+    named = listed(locals_) if len(layers) > 1 else listed(list(names))
     worst = max(parts, key=lambda part: part.relation.details.get("max_abs", 0.0))
     numbers = {
         key: float(value)

@@ -6,14 +6,14 @@ source is any mapping from name to tensor, such as a dict or a lazily read check
 at the end build entries that several formats share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, listed
 
 Shape = tuple[int, ...]
 NAMED_AT_ONCE = 4
@@ -284,12 +284,6 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
             f"{shape}: give the configuration the model was trained with"
         )
     return tensor
-
-
-def listed(names: Sequence[str], most: int = NAMED_AT_ONCE) -> str:
-    """Return the first `most` names for a message, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def decoder_pairs(

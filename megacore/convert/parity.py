@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megacore.config.rope import same_up_to
 from megacore.config.spec import SpecialTokens
-from megacore.convert.key_map import listed, translated
+from megacore.convert.key_map import translated
 from megacore.convert.outputs import (
     ModelPair,
     meaningful,
@@ -28,7 +28,7 @@ from megacore.convert.outputs import (
     without_padding,
 )
 from megacore.convert.report import ParityReport, same_to_four_digits, within
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, listed
 from megacore.models.inputs import ModelInput
 from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import JsonTokenizer

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megacore.artifact.files import read_json
 from megacore.config.model import Activation
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, listed
 from megacore.foreign.files import shortened
 
 CONFIG_NAME = "config.json"
@@ -158,12 +158,11 @@ class HfConfig:
             and not any(key in keys for keys in without_effect)
         ]
         if unknown:
-            named = ", ".join(
-                f"{shortened(key)} {shortened(repr(self.values[key]))}" for key in unknown[:4]
+            named = listed(
+                [f"{shortened(key)} {shortened(repr(self.values[key]))}" for key in unknown]
             )
-            more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
             raise ConversionError(
-                f"{self.path} has {named}{more}, which nothing here reads: the model may compute "
+                f"{self.path} has {named}, which nothing here reads: the model may compute "
                 "something else with it; remove it only if the model's own code does not read it"
             )
 

@@ -30,7 +30,7 @@ from megacore.checkpoint.shard import Rectangle, TensorShard, tile
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, listed
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape
 from megacore.convert.megatron.args import refuse_used, remarks_on, spec_of, tensor_size
 from megacore.convert.megatron.files import CONFIG_NAME, args_in
 from megacore.convert.megatron.table import (
@@ -43,7 +43,7 @@ from megacore.convert.megatron.table import (
     core_slots,
 )
 from megacore.convert.source import HALF_PRECISION, Foreign
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import CheckpointError, ConversionError, listed
 
 OFF: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),

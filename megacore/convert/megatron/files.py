@@ -21,7 +21,7 @@ from megacore.checkpoint.format import (
     read_tracker,
 )
 from megacore.convert.inert import Record, load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, listed
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
     WORD_EMBEDDINGS,
@@ -31,7 +31,7 @@ from megacore.convert.megatron.table import (
     layer_numbers,
     stage_slots,
 )
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import CheckpointError, ConversionError, listed
 
 FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
