@@ -21,10 +21,9 @@ def test_a_file_is_read_back_bit_identically(tmp_path: Path) -> None:
         "scalar": torch.tensor(2.5),
     }
     path = tmp_path / "model.safetensors"
-    size = write_safetensors(
+    write_safetensors(
         tmp_path, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.items()
     )
-    assert size == path.stat().st_size
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -66,7 +65,7 @@ def test_shards_have_an_index_and_stay_below_their_maximum_size(tmp_path: Path, 
     from safetensors.torch import load_file
 
     tensors = {f"t{number}": torch.randn(10, number + 1) for number in range(6)}
-    size = write_safetensors(
+    write_safetensors(
         tmp_path,
         {name: tuple(value.shape) for name, value in tensors.items()},
         tensors.items(),
@@ -76,7 +75,6 @@ def test_shards_have_an_index_and_stay_below_their_maximum_size(tmp_path: Path, 
     files = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
     kind = getattr(torch, dtype)
-    assert size == sum(path.stat().st_size for path in files)
     assert len(files) > 2
     assert {path.name for path in files} == set(index["weight_map"].values())
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"

@@ -6,7 +6,7 @@ Version 1.0 has a tied head and ReLU, version 1.1 an untied head and a gated MLP
 from typing import Any
 
 from megacore.config.model import ModelConfig
-from megacore.config.spec import ModelSpec
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
 from megacore.convert.key_map import (
     Entry,
@@ -124,7 +124,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "is_encoder_decoder": True,
         "use_cache": caches_decoder(model),
         "pad_token_id": start,
-        "eos_token_id": _end(spec),
+        "eos_token_id": end_token(special),
         "decoder_start_token_id": start,
         "tie_word_embeddings": model.scales_decoder_outputs,
     }
@@ -138,9 +138,8 @@ def caches_decoder(model: ModelConfig) -> bool:
     return model.decoder_layers <= model.num_layers
 
 
-def _end(spec: ModelSpec) -> int | None:
+def end_token(special: SpecialTokens) -> int | None:
     """Return the token that ends a sequence."""
-    special = spec.special_tokens
     return special.eod if special.sep is None else special.sep
 
 

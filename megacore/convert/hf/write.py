@@ -22,7 +22,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
-from megacore.convert.hf.t5 import caches_decoder
+from megacore.convert.hf.t5 import caches_decoder, end_token
 from megacore.convert.key_map import KeyMap
 from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
 from megacore.errors import ConversionError
@@ -79,12 +79,7 @@ def write_model(
     table = table or hf_form_of(spec)[1].key_map(spec)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(
-        directory,
-        table.their_shapes,
-        table.forward(tensors),
-        dtype=dtype,
-    )
+    write_safetensors(directory, table.their_shapes, table.forward(tensors), dtype=dtype)
     write_json(directory / CONFIG_NAME, model_config(spec, dtype))
     generation = generation_config(spec)
     if generation:
@@ -104,7 +99,7 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
             return {key: value for key, value in ids.items() if value is not None} | SAMPLING
         case "t5":
             start = special.pad or 0
-            end = special.all_ends(eod if special.sep is None else special.sep)
+            end = special.all_ends(end_token(special))
             ends = {} if end is None else {"eos_token_id": end}
             cache = {} if caches_decoder(spec.model) else {"use_cache": False}
             return {"decoder_start_token_id": start, "pad_token_id": start, **ends, **cache}
@@ -178,8 +173,8 @@ def write_safetensors(
     *,
     dtype: Dtype = "float32",
     max_shard_size: int = MAX_SHARD_SIZE,
-) -> int:
-    """Write `tensors` to `directory` and return the total size of the files in bytes.
+) -> None:
+    """Write `tensors` to `directory`.
 
     The function requests one tensor at a time, which may be a view, and allocates a few megabytes
     in addition.
@@ -203,10 +198,8 @@ def write_safetensors(
             for number in range(1, len(shards) + 1)
         ]
     stream = iter(tensors)
-    size = sum(
+    for name, shard in zip(names, shards, strict=True):
         _write_file(directory / name, shard, stream, dtype)
-        for name, shard in zip(names, shards, strict=True)
-    )
     surplus = next(stream, None)
     assert surplus is None, f"{surplus and surplus[0]} came after all that was announced"
     if len(shards) > 1:
@@ -217,7 +210,6 @@ def write_safetensors(
         write_json(
             directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
-    return size
 
 
 def _shards(shapes: Shapes, dtype: Dtype, limit: int) -> list[Shapes]:
@@ -236,7 +228,7 @@ def _shards(shapes: Shapes, dtype: Dtype, limit: int) -> list[Shapes]:
 
 def _write_file(
     path: Path, shapes: Shapes, stream: Iterator[tuple[str, Tensor]], dtype: Dtype
-) -> int:
+) -> None:
     header = _header(shapes, dtype)
     with workspace_errors(path), open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little"))
@@ -249,7 +241,6 @@ def _write_file(
             )
             _write_tensor(file, tensor.detach(), dtype)
             del tensor  # free it before the next one is read
-        return file.tell()
 
 
 def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: Dtype) -> None:
