@@ -27,7 +27,7 @@ GIVEN = "any number"
 _PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
 _GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
 _CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
-_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
+_LEARNED_POSITIONS: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "normalization": ("layernorm",),
     "activation": _PLAIN,
@@ -36,6 +36,7 @@ _GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
     "qk_layernorm": (False,),
     "add_bias_linear": (True,),
 }
+_GPT2 = _CAUSAL | _LEARNED_POSITIONS
 _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0,),
@@ -92,16 +93,7 @@ _STARCODER2 = _LLAMA | {
     "activation": _PLAIN,
     "sliding_window": (None, GIVEN),
 }
-_BERT: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": ("learned_absolute",),
-    "normalization": ("layernorm",),
-    "activation": _PLAIN,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (True,),
-    "untie_embeddings_and_output_weights": (False,),
-}
+_BERT = _LEARNED_POSITIONS | {"untie_embeddings_and_output_weights": (False,)}
 _T5: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("relative",),
     "normalization": ("rmsnorm",),
@@ -284,8 +276,8 @@ COUNTERPARTS = (
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
     Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True),
 )
-"""Supported classes. The first one that can express a model is used: Phi-3 is one of the Llama-like
-classes, except that LongRoPE is its own."""
+"""Supported classes; the first one that can express a model is used. Phi3ForCausalLM is first for
+models with LongRoPE, which it introduced, and after Llama's other relatives for those without."""
 
 
 def counterpart(family: str, model: ModelConfig) -> Counterpart:

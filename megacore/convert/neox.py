@@ -405,11 +405,9 @@ class NeoxTensors(LazyTensors):
         return torch.cat(list(parts), 1)
 
     def _row_bias(self, parts: Parts) -> Tensor:
-        return (
-            sum((part.float() for part in parts[1:]), parts[0].float())
-            if (self._parallel)
-            else self._copy(parts)
-        )
+        if not self._parallel:
+            return self._copy(parts)
+        return sum((part.float() for part in parts[1:]), parts[0].float())
 
     @staticmethod
     def _copy(parts: Parts) -> Tensor:

@@ -36,6 +36,12 @@ class Source:
     tokenizer: Path | None
     """Directory of the tokenizer; None if the checkpoint has none, or it no longer exists."""
 
+    @property
+    def exported_spec(self) -> ModelSpec:
+        """Spec that names the tokenizer of the export."""
+        directory = self.tokenizer and str(self.tokenizer)
+        return self.spec.model_copy(update={"tokenizer_directory": directory})
+
 
 def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     """Open and fully verify the checkpoint at `path`, or the newest complete one of a run.
@@ -126,9 +132,7 @@ def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int)
     from megacore.convert.megatron.args import check_megatron
     from megacore.convert.megatron.checkpoint import write_megatron
 
-    spec = source.spec.model_copy(
-        update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)}
-    )
+    spec = source.exported_spec
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
     with reading(source.checkpoint), staged(output) as staging:
         write_megatron(
@@ -151,9 +155,7 @@ def export_core(source: Source, output: Path) -> None:
     """
     from megacore.convert.megatron.core_write import check_core, write_core
 
-    spec = source.spec.model_copy(
-        update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)}
-    )
+    spec = source.exported_spec
     check_core(spec)
     with reading(source.checkpoint), staged(output) as staging:
         tensors = CheckpointTensors(source.checkpoint)

@@ -18,7 +18,7 @@ from megacore.config.model import MOST_LAYERS
 from megacore.config.rope import LongRope
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
-from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
+from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig, T
 from megacore.convert.hf.rope import ORIGINAL, RopeKeys, read_rope, write_rope
 from megacore.convert.key_map import (
     Entry,
@@ -245,9 +245,12 @@ def _read_mistral(config: HfConfig) -> dict[str, Any]:
 
 
 def _window(config: HfConfig) -> int | None:
-    """Return the sliding window: null is none, a missing one the classes' default."""
-    window = config.optional("sliding_window", int)
-    return window if "sliding_window" in config.values else 4096
+    return _nullable(config, "sliding_window", 4096)
+
+
+def _nullable(config: HfConfig, key: str, default: T) -> T | None:
+    """Return a value that a class may lack: null is none, a missing one the class's default."""
+    return config.optional(key, type(default)) if key in config.values else default
 
 
 def _write_qwen2(spec: ModelSpec) -> dict[str, Any]:
@@ -337,15 +340,10 @@ def _read_gemma2(config: HfConfig) -> dict[str, Any]:
         "sliding_window": window,
         "window_attn_skip_freq": skip,
         "query_pre_attn_scalar": config.get("query_pre_attn_scalar", int, 256),
-        "attn_logit_softcapping": _cap(config, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _cap(config, "final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": _nullable(config, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _nullable(config, "final_logit_softcapping", 30.0),
         "scale_embeddings": True,
     }
-
-
-def _cap(config: HfConfig, key: str, default: float) -> float | None:
-    """Return a soft cap: null is none, a missing one the class's default."""
-    return config.optional(key, float) if key in config.values else default
 
 
 def _gemma2_windows(config: HfConfig, layers: int) -> tuple[int | None, int | None]:
