@@ -194,8 +194,6 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
     An example of a name is `fsdp_config.fsdp_version`. Raises ValueError for a key that Accelerate
     does not know, and for a value of the wrong type.
     """
-    from accelerate.utils import constants
-
     if not isinstance(block, dict):
         raise ValueError(f"fsdp_config of {name} is {block!r}: give a mapping of its keys")
     defaults = fsdp_defaults()
@@ -207,25 +205,31 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
     for key, value in spelled.items():
         if value is None:
             continue
-        default = defaults[key]
-        choices = [str(each) for each in getattr(constants, key.upper(), ())]
-        read: Any = {"true": True, "false": False}.get(str(value).lower())
-        expected = "true or false"
-        if key == "fsdp_version":
-            read, expected = {"1": 1, "2": 2}.get(str(value)), "1 or 2"
-        elif key == "fsdp_reshard_after_forward" and read is None:  # a strategy of version 1
-            choices = constants.FSDP_SHARDING_STRATEGY
-        elif isinstance(default, int):
-            read, expected = _number(value, int), "an integer"
-        elif default not in ("true", "false"):
-            read, expected = (value if isinstance(value, str) else None), "text"
-        if choices:
-            read = next((each for each in choices if each == str(value).upper()), None)
-            expected = f"one of {', '.join(choices)}"
+        read, expected = _fsdp_value(key, value, defaults[key])
         if read is None:
             raise ValueError(f"fsdp_config.{key} of {name} is {value}: give {expected}")
         field = f"fsdp_config.{key}"
         yield Claim(field, read, f"{field} of {name} is {Claim.shown(value)}", ours=False)
+
+
+def _fsdp_value(key: str, value: Any, default: Any) -> tuple[Any, str]:
+    """Return the parsed value of a key, None if it is invalid, and a description of valid ones."""
+    from accelerate.utils import constants
+
+    flag = {"true": True, "false": False}.get(str(value).lower())
+    choices = [str(each) for each in getattr(constants, key.upper(), ())]
+    if key == "fsdp_reshard_after_forward" and flag is None:  # a strategy of version 1
+        choices = constants.FSDP_SHARDING_STRATEGY
+    if choices:
+        chosen = next((each for each in choices if each == str(value).upper()), None)
+        return chosen, f"one of {', '.join(choices)}"
+    if key == "fsdp_version":
+        return {"1": 1, "2": 2}.get(str(value)), "1 or 2"
+    if isinstance(default, int):
+        return _number(value, int), "an integer"
+    if default in ("true", "false"):
+        return flag, "true or false"
+    return (value if isinstance(value, str) else None), "text"
 
 
 def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
