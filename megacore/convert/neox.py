@@ -87,7 +87,7 @@ def open_neox(directory: Path) -> Foreign:
     settings = _settings(paths, where)
     layers = _LayerFiles(saved, settings)
     spec = _spec(settings, layers, where)
-    tensors = NeoxTensors(layers, spec, parallel=spec.model.parallel_residual)
+    tensors = NeoxTensors(layers, spec)
     remarks = [*tensors.remarks]
     if layers.parts(0, "word_embeddings.weight")[0].dtype != torch.float32:
         remarks.append(HALF_PRECISION)
@@ -302,7 +302,7 @@ def _window(settings: Mapping[str, Any], layers: _LayerFiles, kinds: set[str]) -
 class NeoxTensors(LazyTensors):
     """Mapping of our fp32 parameters by global name, merged from all ranks on access.
 
-    With `parallel` residual branches, each rank adds its own bias to its part of the sum, so the
+    With parallel residual branches, each rank adds its own bias to its part of the sum, so the
     model's bias is the sum of the ranks'; else the ranks' biases are copies.
 
     Raises:
@@ -310,10 +310,9 @@ class NeoxTensors(LazyTensors):
             differs between ranks that must have the same values.
     """
 
-    def __init__(self, layers: _LayerFiles, spec: ModelSpec, *, parallel: bool) -> None:
+    def __init__(self, layers: _LayerFiles, spec: ModelSpec) -> None:
         self._layers = layers
         self._spec = spec
-        self._parallel = parallel
         self.remarks: list[str] = []
         """Sentences about copies that differ."""
         self._entries = dict(self._table())
@@ -345,7 +344,7 @@ class NeoxTensors(LazyTensors):
         yield f"embedding.{words}", _Entry(0, (words,), _rows)
         if model.position_embedding_type == "learned_absolute":
             name = "position_embeddings.weight"
-            yield f"embedding.{name}", _Entry(0, (name,), self._copy)
+            yield f"embedding.{name}", _Entry(0, (name,), _copy)
         for layer in range(model.num_layers):
             yield from self._layer(f"encoder.layers.{layer}", layer + 2)
         yield from self._norm("encoder.final_layernorm", last + 3, "norm")
@@ -354,10 +353,11 @@ class NeoxTensors(LazyTensors):
 
     def _layer(self, ours: str, layer: int) -> Iterator[tuple[str, _Entry]]:
         model = self._spec.model
+        row_bias = _sum if model.parallel_residual else _copy
         yield from self._norm(f"{ours}.input_layernorm", layer, "input_layernorm")
         yield from self._norm(f"{ours}.post_attention_layernorm", layer, "post_attention_layernorm")
         for end in ("weight", "bias") if model.add_bias_linear else ("weight",):
-            rows = self._row_weight if end == "weight" else self._row_bias
+            rows = _columns if end == "weight" else row_bias
             yield from self._queries_keys_values(f"{ours}.self_attention", layer, end)
             dense = f"attention.dense.{end}"
             yield f"{ours}.self_attention.dense.{end}", _Entry(layer, (dense,), rows)
@@ -376,9 +376,9 @@ class NeoxTensors(LazyTensors):
 
     def _norm(self, ours: str, layer: int, theirs: str) -> Iterator[tuple[str, _Entry]]:
         names = (f"{theirs}.weight", f"{theirs}.scale")
-        yield f"{ours}.weight", _Entry(layer, names, self._copy)
+        yield f"{ours}.weight", _Entry(layer, names, _copy)
         if self._spec.model.normalization == "layernorm":
-            yield f"{ours}.bias", _Entry(layer, (f"{theirs}.bias",), self._copy)
+            yield f"{ours}.bias", _Entry(layer, (f"{theirs}.bias",), _copy)
 
     def _queries_keys_values(self, ours: str, layer: int, end: str) -> Iterator[tuple[str, _Entry]]:
         """Yield the entries of the projections: rows [head][q, k, v][d], or grouped [q, k, v]."""
@@ -400,22 +400,6 @@ class NeoxTensors(LazyTensors):
         yield f"{ours}.query.{end}", _Entry(layer, names, queries)
         yield f"{ours}.key_value.{end}", _Entry(layer, names, keys)
 
-    @staticmethod
-    def _row_weight(parts: Parts) -> Tensor:
-        return torch.cat(list(parts), 1)
-
-    def _row_bias(self, parts: Parts) -> Tensor:
-        if not self._parallel:
-            return self._copy(parts)
-        return sum((part.float() for part in parts[1:]), parts[0].float())
-
-    @staticmethod
-    def _copy(parts: Parts) -> Tensor:
-        """Return what is the same on every rank, or the mean of what has drifted apart."""
-        if all(torch.equal(part, parts[0]) for part in parts[1:]):
-            return parts[0]
-        return torch.stack([part.float() for part in parts]).mean(0)
-
     def _check(self) -> set[tuple[int, str]]:
         """Check shapes and copies; return layer and name of the tensors that are used."""
         shapes = parameter_shapes(self._spec)
@@ -426,8 +410,7 @@ class NeoxTensors(LazyTensors):
             parts = self._layers.parts(entry.layer, name)
             used.add((entry.layer, name))
             self._check_ranks(name, entry.layer, parts)
-            copied = entry.merge == self._copy
-            copied = copied or (entry.merge == self._row_bias and not self._parallel)
+            copied = entry.merge is _copy
             shape = tuple(parts[0].shape) if copied else _merged_shape(entry, parts)
             if shape != shapes[ours]:
                 raise CheckpointError(
@@ -491,6 +474,22 @@ def _merged_shape(entry: _Entry, parts: Parts) -> tuple[int, ...]:
 def _rows(parts: Parts) -> Tensor:
     """Join the rows of all ranks."""
     return torch.cat(list(parts))
+
+
+def _columns(parts: Parts) -> Tensor:
+    """Join the columns of all ranks."""
+    return torch.cat(list(parts), 1)
+
+
+def _sum(parts: Parts) -> Tensor:
+    return sum((part.float() for part in parts[1:]), parts[0].float())
+
+
+def _copy(parts: Parts) -> Tensor:
+    """Return what is the same on every rank, or the mean of what has drifted apart."""
+    if all(torch.equal(part, parts[0]) for part in parts[1:]):
+        return parts[0]
+    return torch.stack([part.float() for part in parts]).mean(0)
 
 
 def _half(index: int) -> Callable[[Parts], Tensor]:

@@ -50,8 +50,8 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
 
     It is read from tokenizer.json if present, else from a SentencePiece model, BERT's vocab.txt, or
     GPT-2's vocab.json and merges.txt. An export of a SentencePiece model has both of the first two;
-    the model is read. The end of a document is the eos_token of
-    tokenizer_config.json, else its sep_token.
+    the model is read. The end of a document is the eos_token of tokenizer_config.json, else its
+    sep_token.
 
     Returns:
         The tokenizer, or None if `source` has none.
@@ -61,8 +61,7 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
         DataFormatError: if the files are damaged.
         WorkspaceError: if `directory` cannot be written.
     """
-    settings = _settings(source)
-    tokenizer = _read(source, settings)
+    tokenizer, settings = read_tokenizer(source)
     if tokenizer is not None:
         _add_sentinels(tokenizer, settings, spec)
         roles = {

@@ -544,16 +544,14 @@ def _check_held(spec: ModelSpec, size: int, rows: int, layers: int, where: Path)
 
 
 def _special_tokens(args: Mapping[str, Any]) -> SpecialTokens:
-    """Return the ids that an export of megacore has under the name of Megatron-LM's own list."""
+    """Return the ids that an export of megacore wrote; Megatron-LM's own value is a list."""
     value = args.get("special_tokens")
     return SpecialTokens(**value) if isinstance(value, Mapping) else SpecialTokens()
 
 
 def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:
     """Return the tokenizer's directory, if the args name an existing one."""
-    name = (
-        args.get("tokenizer_name_or_path")
-        if args.get("tokenizer_type") == "PretrainedFromHF"
-        else None
-    )
+    if args.get("tokenizer_type") != "PretrainedFromHF":
+        return None
+    name = args.get("tokenizer_name_or_path")
     return name if isinstance(name, str) and Path(name).is_dir() else None

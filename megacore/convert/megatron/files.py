@@ -63,12 +63,10 @@ class RankFile:
 
 
 def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
-    """Return the directory with the ranks' directories, and its iteration if known.
+    """Return the directory of one checkpoint, of either form, and its iteration if known.
 
     Args:
         directory: that directory, or the root with the tracker file.
-
-    The directory may also be one of Megatron core's distributed form.
 
     Raises:
         CheckpointError: if there is no checkpoint, or the tracker names a missing directory.
