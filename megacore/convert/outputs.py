@@ -55,15 +55,7 @@ def our_outputs(family: Family, model: nn.Module, batch: ModelInput) -> Outputs:
 
 
 def their_outputs(model: Any, batch: ModelInput) -> Outputs:
-    """Compute the outputs of a transformers model."""
-    result = model(**their_arguments(batch))
-    if hasattr(result, "prediction_logits"):
-        return Outputs(result.prediction_logits.float(), result.seq_relationship_logits.float())
-    return Outputs(result.logits.float(), None)
-
-
-def their_arguments(batch: ModelInput) -> dict[str, Tensor]:
-    """Return a micro batch as keyword arguments of a transformers model.
+    """Compute the outputs of a transformers model.
 
     Position ids and document boundaries are left out: each row is one text.
     """
@@ -73,7 +65,10 @@ def their_arguments(batch: ModelInput) -> dict[str, Tensor]:
         "token_type_ids": batch.tokentypes,
         "decoder_input_ids": batch.decoder_tokens,
     }
-    return {name: value for name, value in values.items() if value is not None}
+    result = model(**{name: value for name, value in values.items() if value is not None})
+    if hasattr(result, "prediction_logits"):
+        return Outputs(result.prediction_logits.float(), result.seq_relationship_logits.float())
+    return Outputs(result.logits.float(), None)
 
 
 def meaningful(batch: ModelInput) -> Tensor:

@@ -102,7 +102,10 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
     """
     hf_class = counterpart(source.spec.family, source.spec.model)
     spec = source.spec
-    if source.tokenizer is not None:
+    facts = {"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint)}
+    if source.tokenizer is None:
+        facts["tokenizer"] = "none: put the model's own next to its weights"
+    else:
         spec = with_begin(spec, source.tokenizer)
     with reading(source.checkpoint), staged(output) as staging:
         write_model(staging, spec, CheckpointTensors(source.checkpoint), dtype=dtype)
@@ -113,11 +116,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
             source.spec,
             iterations=source.marker.iteration,
             dtype=dtype,
-            facts={
-                "checkpoint": str(source.checkpoint),
-                **_run_facts(source.checkpoint),
-                **_lacking(source),
-            },
+            facts=facts,
         )
         with workspace_errors(staging):
             (staging / "README.md").write_text(card, encoding="utf-8")
@@ -177,15 +176,6 @@ def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
         "tokenizer": None if source.tokenizer is None else str(source.tokenizer),
         "gate": None,
     }
-
-
-def _lacking(source: Source) -> dict[str, str]:
-    """Return the card's row about a missing tokenizer, which the examples need."""
-    return (
-        {}
-        if source.tokenizer is not None
-        else {"tokenizer": "none: put the model's own next to its weights"}
-    )
 
 
 def _run_facts(checkpoint: Path) -> dict[str, str]:

@@ -341,6 +341,7 @@ def _in_order(state: Mapping[int, Mapping[str, Any]], count: int) -> list[Mappin
 def _put(
     parts: Parts, lists: Mapping[str, Mapping[str, list[Tensor]]], shapes: Mapping[str, Shape]
 ) -> None:
+    """Add the tensors that consist of these slices; only weights may have none."""
     for kind in KINDS:
         parts.kinds[kind] = {
             name: Pieces(shapes[name], tuple(pieces))

@@ -147,14 +147,8 @@ def stage_slots(table: Iterable[Slot], layers: range, *, first: bool, last: bool
     )
 
 
-def _slot(
-    name: str,
-    shape: Shape,
-    place: int | Literal["first", "last"],
-    *,
-    theirs: str | None = None,
-) -> Slot:
-    return Slot(theirs or f"language_model.{name}", (name,), (shape,), place)
+def _slot(name: str, shape: Shape, place: int | Literal["first", "last"]) -> Slot:
+    return Slot(f"language_model.{name}", (name,), (shape,), place)
 
 
 def _embedding(spec: ModelSpec) -> Iterator[Slot]:
@@ -209,18 +203,19 @@ def _heads(spec: ModelSpec) -> Iterator[Slot]:
     hidden, vocabulary = spec.model.hidden_size, spec.padded_vocab_size
     square, table = (hidden, hidden), (vocabulary, hidden)
     if spec.family == "bert":
+        heads: dict[str, Shape] = {
+            "lm_head.bias": (vocabulary,),
+            "lm_head.dense.weight": square,
+            "lm_head.dense.bias": (hidden,),
+            "lm_head.layernorm.weight": (hidden,),
+            "lm_head.layernorm.bias": (hidden,),
+        }
         if spec.model.bert_binary_head:
             yield _slot("pooler.dense.weight", square, "last")
             yield _slot("pooler.dense.bias", (hidden,), "last")
-        shapes = {"bias": (vocabulary,), "dense.weight": square, "dense.bias": (hidden,)}
-        shapes |= {"layernorm.weight": (hidden,), "layernorm.bias": (hidden,)}
-        for end, shape in shapes.items():
-            yield _slot(f"lm_head.{end}", shape, "last", theirs=f"lm_head.{end}")
-        if spec.model.bert_binary_head:
-            yield _slot(
-                "binary_head.weight", (SEGMENTS, hidden), "last", theirs="binary_head.weight"
-            )
-            yield _slot("binary_head.bias", (SEGMENTS,), "last", theirs="binary_head.bias")
+            heads |= {"binary_head.weight": (SEGMENTS, hidden), "binary_head.bias": (SEGMENTS,)}
+        for name, shape in heads.items():
+            yield Slot(name, (name,), (shape,), "last")
     if spec.model.untie_embeddings_and_output_weights:
         yield _slot("output_layer.weight", table, "last")
     else:
