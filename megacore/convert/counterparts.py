@@ -22,7 +22,7 @@ from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
 
-GIVEN = "any number"
+_GIVEN = "any number"
 """Marker among the allowed values of an option: any value except null."""
 _PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
 _GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
@@ -40,7 +40,7 @@ _GPT2 = _CAUSAL | _LEARNED_POSITIONS
 _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0,),
-    "rope_scaling": (None, GIVEN),
+    "rope_scaling": (None, _GIVEN),
     "normalization": ("rmsnorm",),
     "activation": _GATED,
     "parallel_residual": (False,),
@@ -49,37 +49,37 @@ _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "add_qkv_bias": (False,),
     "add_bias_linear": (False, True),
 }
-_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
+_MISTRAL = _LLAMA | {"sliding_window": (_GIVEN,), "add_bias_linear": (False,)}
 _QWEN3 = _LLAMA | {
-    "sliding_window": (None, GIVEN),
+    "sliding_window": (None, _GIVEN),
     "qk_layernorm": (True,),
     "add_bias_linear": (False,),
 }
 _QWEN2 = _LLAMA | {
-    "sliding_window": (None, GIVEN),
+    "sliding_window": (None, _GIVEN),
     "add_bias_linear": (False,),
     "add_qkv_bias": (True,),
 }
 _PHI3 = _LLAMA | {
-    "rotary_percent": (GIVEN,),
+    "rotary_percent": (_GIVEN,),
     "rope_scaling": (None, LongRope),
-    "sliding_window": (None, GIVEN),
+    "sliding_window": (None, _GIVEN),
     "add_bias_linear": (False,),
 }
 _NEOX = _GPT2 | {
     "position_embedding_type": ("rope",),
-    "rope_scaling": (None, GIVEN),
+    "rope_scaling": (None, _GIVEN),
     "parallel_residual": (False, True),
 }
 _GEMMA2 = _LLAMA | {
     "norm_position": ("sandwich",),
     "apply_layernorm_1p": (True,),
     "scale_embeddings": (True,),
-    "sliding_window": (None, GIVEN),
-    "window_attn_skip_freq": (None, GIVEN),
-    "query_pre_attn_scalar": (None, GIVEN),
-    "attn_logit_softcapping": (None, GIVEN),
-    "final_logit_softcapping": (None, GIVEN),
+    "sliding_window": (None, _GIVEN),
+    "window_attn_skip_freq": (None, _GIVEN),
+    "query_pre_attn_scalar": (None, _GIVEN),
+    "attn_logit_softcapping": (None, _GIVEN),
+    "final_logit_softcapping": (None, _GIVEN),
     "add_bias_linear": (False,),
 }
 _OLMO2 = _LLAMA | {
@@ -91,7 +91,7 @@ _OLMO2 = _LLAMA | {
 _STARCODER2 = _LLAMA | {
     "normalization": ("layernorm",),
     "activation": _PLAIN,
-    "sliding_window": (None, GIVEN),
+    "sliding_window": (None, _GIVEN),
 }
 _BERT = _LEARNED_POSITIONS | {"untie_embeddings_and_output_weights": (False,)}
 _T5: dict[str, tuple[object, ...]] = {
@@ -316,7 +316,7 @@ def by_architecture(architecture: str) -> Counterpart | None:
 
 def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
     kinds = tuple(kind for kind in allowed if isinstance(kind, type))
-    return value in allowed or isinstance(value, kinds) or (GIVEN in allowed and value is not None)
+    return value in allowed or isinstance(value, kinds) or (_GIVEN in allowed and value is not None)
 
 
 def _written(value: object) -> str:

@@ -38,15 +38,15 @@ Run = Callable[[], object]
 Score = Callable[[ModelInput], Mapping[str, Tensor]]
 """Function from a micro batch to the logits [b, s, v] of its labels, by the name of the model. One
 forward pass can yield logits for several names."""
-CONTINUATION_TOKENS = 32
+_CONTINUATION_TOKENS = 32
 """Number of greedy tokens per sample."""
-PROMPT_TOKENS = 128
+_PROMPT_TOKENS = 128
 """Maximum prompt length of the greedy continuation; the logits cover later positions."""
 _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_k": 50}
 _ROLES = ("pad", "cls", "sep", "mask")
 OUTPUT_LAYER = "output_layer"
 """Layer that is reported if all hidden states agree and the logits do not."""
-NATIVE_SHARE = 0.005
+_NATIVE_SHARE = 0.005
 """Largest relative change of perplexity when an export computes in its own type."""
 Batches = Callable[[], Iterable[ModelInput]]
 """Function that returns the micro batches of a split, from the first one."""
@@ -86,9 +86,9 @@ def check_models(
         _compare_logits(report, pair, validation)
         _compare_perplexities(report, pair, test())
         if pair.spec.family == "bert":
-            compare_masked(report, pair, validation)
+            _compare_masked(report, pair, validation)
         else:
-            compare_continuations(report, pair, validation)
+            _compare_continuations(report, pair, validation)
     _compare_weights(report, pair)
     if not report.passed:
         _find_layer(report, pair, validation)
@@ -153,7 +153,7 @@ def compare_native(report: ParityReport, native: Any, trained: Perplexities, tes
         trained["ours"],
         native_perplexities["native"],
     )
-    if not within(report.perplexity_native, report.perplexity_trained, NATIVE_SHARE):
+    if not within(report.perplexity_native, report.perplexity_trained, _NATIVE_SHARE):
         report.problems.append("its perplexity differs when it computes in bfloat16")
 
 
@@ -270,7 +270,7 @@ def perplexities(models: Sequence[Score], batches: Iterable[ModelInput]) -> Perp
     return result
 
 
-def compare_continuations(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
+def _compare_continuations(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     """Compare the greedy continuations of transformers' `generate` with our model's choices.
 
     `generate` uses its cache. Our model needs one forward pass over prompt and continuation,
@@ -303,7 +303,7 @@ def compare_continuations(report: ParityReport, pair: ModelPair, validation: Mod
         )
 
 
-def compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
+def _compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     """Compare the most probable token at each masked position.
 
     Positions whose two best logits are closer than twice the tolerance are left out.
@@ -335,8 +335,8 @@ def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor
     """
     tokens = validation.tokens
     length = tokens.shape[1] + 1
-    new = min(CONTINUATION_TOKENS, length // 2)
-    prompt = tokens[:, : min(length - new, PROMPT_TOKENS)]
+    new = min(_CONTINUATION_TOKENS, length // 2)
+    prompt = tokens[:, : min(length - new, _PROMPT_TOKENS)]
     same = same_up_to(pair.spec.model.rope_scaling)
     stepwise = same is not None and prompt.shape[1] + new > same
     if stepwise:
@@ -365,7 +365,7 @@ def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor
 def _of_decoder(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same as `_of_causal` for T5, whose decoder starts without a prompt."""
     assert validation.present is not None
-    new = min(CONTINUATION_TOKENS, validation.labels.shape[1])
+    new = min(_CONTINUATION_TOKENS, validation.labels.shape[1])
     continued = pair.theirs.generate(
         validation.tokens, attention_mask=validation.present.long(), max_new_tokens=new, **_GREEDY
     )

@@ -157,13 +157,13 @@ def missing_end(
     """
     if not getattr(model, "is_encoder_decoder", False):
         return None
-    end = end_id(tokenizer, model)
+    end = _end_id(tokenizer, model)
     ids = (tokenizer(text_target="a") if target else tokenizer("a"))["input_ids"]
     # Multilingual tokenizers add a language after the end; others may have no token for the text.
     return None if ids[-1:] == [end] or end in ids[1:] else end
 
 
-def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+def _end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
     """Return the id of the end token from the model's configuration, or else its tokenizer."""
     end = getattr(model, "eos_token_id", None)
     end = end[0] if isinstance(end, list) else end

@@ -131,7 +131,7 @@ def universal_parts(saved: Saved) -> Parts:
         state = load_inert_mapping(common)
         with reading(common):
             # With ZeRO stage 3, and only then, this file has the first rank's complete state.
-            parts.steps = steps_of(state.get("optimizer_state_dict") or {"state": {}, **state})
+            parts.steps = _steps_of(state.get("optimizer_state_dict") or {"state": {}, **state})
     return parts
 
 
@@ -152,7 +152,7 @@ def _universal_step(path: Path) -> int:
         return int(step)
 
 
-def module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def _module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the parameters in a model file, without buffers and second names.
 
     Raises:
@@ -169,17 +169,17 @@ def module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def steps_in(state: Mapping[str, Any]) -> Iterator[int]:
+def _steps_in(state: Mapping[str, Any]) -> Iterator[int]:
     """Yield the optimizer step in the state of one tensor or one parameter group, if any."""
     if state.get("step") is not None:
         yield int(state["step"])
 
 
-def steps_of(optimizer: Mapping[str, Any]) -> set[int]:
+def _steps_of(optimizer: Mapping[str, Any]) -> set[int]:
     """Return the steps in an optimizer's state of tensors, or else of parameter groups."""
-    tensor_steps = {step for state in optimizer["state"].values() for step in steps_in(state)}
+    tensor_steps = {step for state in optimizer["state"].values() for step in _steps_in(state)}
     return tensor_steps or {
-        step for group in optimizer.get("param_groups", ()) for step in steps_in(group)
+        step for group in optimizer.get("param_groups", ()) for step in _steps_in(group)
     }
 
 
@@ -241,10 +241,10 @@ def _slices_of_groups(
             base = state["base_optimizer_state"]
             if isinstance(base, Sequence):
                 groups = base
-                parts.steps |= {step for group in base for step in steps_in(group)}
+                parts.steps |= {step for group in base for step in _steps_in(group)}
             else:
                 groups = _in_order(base["state"], len(flats))
-                parts.steps |= steps_of(base)
+                parts.steps |= _steps_of(base)
             for flat, moments, addresses in zip(
                 flats, groups, state["param_slice_mappings"], strict=True
             ):
@@ -292,7 +292,7 @@ def _slices_of_parameters(
         with reading(path):
             flats = [flat.detach() for flat in state["fp32_flat_groups"]]
             moments = _in_order(state["optimizer_state_dict"]["state"], len(flats))
-            parts.steps |= steps_of(state["optimizer_state_dict"])
+            parts.steps |= _steps_of(state["optimizer_state_dict"])
             sources = {FP32: flats}
             sources |= {
                 kind: [group_state[kind] for group_state in moments]
@@ -391,7 +391,7 @@ def _others(model: Mapping[str, Any], path: Path, shapes: Mapping[str, Shape]) -
     with reading(path):
         return {
             name: Pieces.of(tensor)
-            for name, tensor in module_tensors(model).items()
+            for name, tensor in _module_tensors(model).items()
             if name not in shapes
         }
 
@@ -407,7 +407,7 @@ def undivided_parts(saved: Saved, rank: int) -> Parts:
     """
     model, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
-        return _with_masters(module_tensors(model), model.get("optimizer"), path)
+        return _with_masters(_module_tensors(model), model.get("optimizer"), path)
 
 
 def _with_masters(
@@ -420,7 +420,7 @@ def _with_masters(
     if not optimizer.keys() & {"fp32_groups_flat", "fp32_groups"}:
         _take_named_moments(parts, weights, optimizer)
         return parts
-    parts.steps = steps_of(optimizer["optimizer_state_dict"])
+    parts.steps = _steps_of(optimizer["optimizer_state_dict"])
     unused = dict(weights)
     for sources in _groups(optimizer):
         names = list(unused)
@@ -514,7 +514,7 @@ def _take_named_moments(
     names = [name for group in groups for name in group.get("param_names", ())]
     if set(names) != weights.keys():
         return
-    parts.steps = steps_of(optimizer)
+    parts.steps = _steps_of(optimizer)
     for number, name in enumerate(names):
         state = optimizer["state"].get(number, {})
         for kind in MOMENTS:

@@ -155,12 +155,12 @@ def open_deepspeed(directory: Path) -> Foreign:
     _check_agreement(saved)
     ranks, steps = _tensor_ranks(saved)
     names = {name for rank in ranks for name in (*rank[FP32], *rank[_OTHERS])}
-    style = style_of(names, where)
-    saved_spec = find_model_spec(where) if style == "ours" else None
+    style = _style_of(names, where)
+    saved_spec = _find_model_spec(where) if style == "ours" else None
     current = (
-        our_names(names, parameter_shapes(saved_spec))
+        _our_names(names, parameter_shapes(saved_spec))
         if saved_spec
-        else megatron_names(names, where)
+        else _megatron_names(names, where)
     )
     ranks = [
         {kind: _renamed(tensors, current, where) for kind, tensors in rank.items()}
@@ -362,7 +362,7 @@ def _megatron(
     }
 
 
-def style_of(names: Collection[str], where: Path) -> Style:
+def _style_of(names: Collection[str], where: Path) -> Style:
     """Return the naming style of the parameters: ours or Megatron-DeepSpeed's.
 
     Raises:
@@ -381,7 +381,7 @@ def style_of(names: Collection[str], where: Path) -> Style:
     )
 
 
-def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+def _our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
     """Map each parameter name in the files of one of our models to its global name.
 
     Args:
@@ -399,7 +399,7 @@ def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
     return global_names
 
 
-def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
+def _megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
     """Map each weight's name in Megatron-DeepSpeed to the dotted name of `megatron.table`.
 
     Args:
@@ -434,7 +434,7 @@ def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
     )
 
 
-def find_model_spec(directory: Path) -> ModelSpec:
+def _find_model_spec(directory: Path) -> ModelSpec:
     """Read the spec of one of our models from JSON in or above `directory`.
 
     The file is run.json of the run, or state.json of a megacore checkpoint.

@@ -37,7 +37,7 @@ def open_hf(directory: Path) -> Foreign:
     table = form.key_map(spec)
     tensors = table.ours(HfTensors(directory, form, table), str(directory))
     in_fp32 = LazyTensors(tensors, lambda name: tensors[name].float())
-    return Foreign("hf", hf_class.architecture, spec, in_fp32, weight_files(directory))
+    return Foreign("hf", hf_class.architecture, spec, in_fp32, _weight_files(directory))
 
 
 def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
@@ -150,7 +150,7 @@ class HfTensors(LazyTensors):
         return tensor
 
 
-def weight_files(directory: Path) -> tuple[Path, ...]:
+def _weight_files(directory: Path) -> tuple[Path, ...]:
     """Return the configurations and weight files of a transformers directory."""
     patterns = (
         CONFIG_NAME,

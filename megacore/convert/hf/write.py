@@ -29,7 +29,7 @@ from megacore.errors import ConversionError
 from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
-MAX_SHARD_SIZE = 5_000_000_000
+_MAX_SHARD_SIZE = 5_000_000_000
 """Maximum bytes of tensors per file; a larger tensor gets a separate file."""
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -172,7 +172,7 @@ def write_safetensors(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     dtype: Dtype = "float32",
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int = _MAX_SHARD_SIZE,
 ) -> None:
     """Write `tensors` to `directory`.
 

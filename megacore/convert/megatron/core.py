@@ -93,7 +93,7 @@ _ABSENT = {
 }
 """Parts of names and the module that they belong to, which no model of megacore has."""
 COMMON_NAME = "common.pt"
-COMMON_OBJECT = "common_state/shard_0_1"
+_COMMON_OBJECT = "common_state/shard_0_1"
 """Name of the object with iteration and arguments, in versions without `common.pt`."""
 BACKEND = "torch_dist"
 _MOST_COMMON = 256 << 20
@@ -174,15 +174,15 @@ def _check_form(directory: Path) -> None:
 def _common_state(reader: CheckpointReader) -> Mapping[str, Any]:
     """Return iteration, arguments and other state that is no tensor."""
     path = reader.directory / COMMON_NAME
-    where = str(path) if path.exists() else f"{COMMON_OBJECT} of {reader.directory}"
+    where = str(path) if path.exists() else f"{_COMMON_OBJECT} of {reader.directory}"
     if path.exists():
         state = load_inert(path)
-    elif COMMON_OBJECT in reader.objects:
-        loaded = load_inert_bytes(reader.read_object(COMMON_OBJECT, _MOST_COMMON), where)
+    elif _COMMON_OBJECT in reader.objects:
+        loaded = load_inert_bytes(reader.read_object(_COMMON_OBJECT, _MOST_COMMON), where)
         state = loaded[0] if isinstance(loaded, list) and len(loaded) == 1 else loaded
     else:
         raise CheckpointError(
-            f"{reader.directory} has neither {COMMON_NAME} nor an object {COMMON_OBJECT}, which "
+            f"{reader.directory} has neither {COMMON_NAME} nor an object {_COMMON_OBJECT}, which "
             "hold the model's arguments: use another checkpoint"
         )
     if not isinstance(state, Mapping):

@@ -181,7 +181,7 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Slot]:
             halves,
             ((inner, hidden), (inner, hidden)),
             layer,
-            GATED_HALVES,
+            _GATED_HALVES,
         )
     else:
         yield from _linear(model, f"{prefix}.mlp.dense_h_to_4h", (inner, hidden), layer)
@@ -196,7 +196,7 @@ def _query_key_value(model: ModelConfig, prefix: str, layer: int) -> Iterator[Sl
     parts = (f"{prefix}.query", f"{prefix}.key_value")
     shapes = ((model.attention_size, hidden), (2 * model.query_groups * model.head_dim, hidden))
     sharing = model.num_attention_heads // model.query_groups
-    yield from _joined(model, name, parts, shapes, layer, grouped_rows(sharing, model.head_dim))
+    yield from _joined(model, name, parts, shapes, layer, _grouped_rows(sharing, model.head_dim))
 
 
 def _heads(spec: ModelSpec) -> Iterator[Slot]:
@@ -249,11 +249,11 @@ def _joined(
             yield Slot(f"language_model.{name}.{end}", parts, cut_shapes, layer, layout)
 
 
-GATED_HALVES = Relayout(lambda theirs: theirs.chunk(2), torch.cat)
+_GATED_HALVES = Relayout(lambda theirs: theirs.chunk(2), torch.cat)
 """Relayout of a gated layer's shard: first its rows for the activation, then its linear rows."""
 
 
-def grouped_rows(sharing: int, head_dim: int) -> Relayout:
+def _grouped_rows(sharing: int, head_dim: int) -> Relayout:
     """Return the relayout from a grouped query_key_value to separate query and key_value.
 
     Rows [group][q of each of `sharing` heads, k, v][d] become [head][d] and [group][k, v][d].
