@@ -1,8 +1,7 @@
-"""Checked access to `config.json` of a transformers directory.
+"""Checked access to `config.json` of a transformers directory. Imports no torch.
 
-Values that our models do not support raise an error with the key. Every key that is read is
-recorded, so that those that nothing reads can be refused, unless they are listed here with the
-reason why they do not change what a model computes. Imports no torch.
+A value that our models do not support raises an error with its key. So does a key that nothing
+reads, unless it is listed here with the reason why it does not change what a model computes.
 """
 
 import math

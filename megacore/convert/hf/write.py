@@ -45,8 +45,8 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 """Default sampling of an exported model, because small models repeat themselves with greedy
 decoding."""
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
+    TOKENIZER_NAME,
+    MODEL_NAME,
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",

@@ -180,7 +180,7 @@ class _Writer:
     _file: IO[bytes] | None = None
 
     def add(self, name: str, tensor: Tensor, layer: tuple[int, int] | None) -> None:
-        """Write a tensor; `layer` is its position in, and the length of, a stacked one."""
+        """Write a tensor; `layer` is its layer and the number of layers if all are stacked."""
         whole, corner = tuple(tensor.shape), (0,) * tensor.dim()
         if layer is not None:
             whole, corner, tensor = (layer[1], *whole), (layer[0], *corner), tensor[None]
