@@ -6,7 +6,7 @@ published only if all of them agree. Otherwise the report names the first layer 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,9 +35,8 @@ from megacore.tokenizer.load import JsonTokenizer
 
 Run = Callable[[], object]
 """Function that runs a model once."""
-Score = Callable[[ModelInput], Mapping[str, Tensor]]
-"""Function from a micro batch to the logits [b, s, v] of its labels, by the name of the model. One
-forward pass can yield logits for several names."""
+Score = Callable[[ModelInput], Iterable[tuple[str, Tensor]]]
+"""Function from a micro batch to names of models and their logits [b, s, v] of its labels."""
 _CONTINUATION_TOKENS = 32
 """Number of greedy tokens per sample."""
 _PROMPT_TOKENS = 128
@@ -146,13 +145,8 @@ def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
 
 def compare_native(report: ParityReport, native: Any, trained: Perplexities, test: Batches) -> None:
     """Compare the perplexity of an export in its own type with that of the unrounded weights."""
-    native_perplexities = perplexities(
-        [lambda batch: {"native": their_outputs(native, batch).logits}], test()
-    )
-    report.perplexity_trained, report.perplexity_native = (
-        trained["ours"],
-        native_perplexities["native"],
-    )
+    results = perplexities(lambda batch: [("native", their_outputs(native, batch).logits)], test())
+    report.perplexity_trained, report.perplexity_native = trained["ours"], results["native"]
     if not within(report.perplexity_native, report.perplexity_trained, _NATIVE_SHARE):
         report.problems.append("its perplexity differs when it computes in bfloat16")
 
@@ -160,7 +154,7 @@ def compare_native(report: ParityReport, native: Any, trained: Perplexities, tes
 def our_perplexity(pair: ModelPair, test: Batches) -> Perplexities:
     """Compute the perplexity of our model."""
     return perplexities(
-        [lambda batch: {"ours": pair.our_outputs(batch).logits[..., : pair.spec.vocab_size]}],
+        lambda batch: [("ours", pair.our_outputs(batch).logits[..., : pair.spec.vocab_size])],
         test(),
     )
 
@@ -204,13 +198,13 @@ def _larger(largest: float, our: Tensor, their: Tensor) -> float:
 def _compare_perplexities(
     report: ParityReport, pair: ModelPair, batches: Iterable[ModelInput]
 ) -> None:
-    def ours(batch: ModelInput) -> dict[str, Tensor]:
+    def score(batch: ModelInput) -> Iterator[tuple[str, Tensor]]:
         padded = pair.our_outputs(batch).logits
-        return {"ours": padded[..., : pair.spec.vocab_size], "padded": padded}
+        yield "ours", padded[..., : pair.spec.vocab_size]
+        yield "padded", padded
+        yield "exported", pair.their_outputs(batch).logits
 
-    results = perplexities(
-        [ours, lambda batch: {"exported": pair.their_outputs(batch).logits}], batches
-    )
+    results = perplexities(score, batches)
     report.perplexity_samples, report.perplexity_tokens = results.samples, results.labels
     report.perplexity_ours = results["ours"]
     report.perplexity_with_padding = results["padded"]
@@ -250,8 +244,8 @@ def _find_layer(report: ParityReport, pair: ModelPair, validation: ModelInput) -
         report.first_differing_layer = OUTPUT_LAYER
 
 
-def perplexities(models: Sequence[Score], batches: Iterable[ModelInput]) -> Perplexities:
-    """Compute the perplexities of all models; `batches` must be on the models' device."""
+def perplexities(score: Score, batches: Iterable[ModelInput]) -> Perplexities:
+    """Compute the perplexities of models; `batches` must be on their device."""
     result = Perplexities()
     with torch.inference_mode():
         for batch in batches:
@@ -261,10 +255,9 @@ def perplexities(models: Sequence[Score], batches: Iterable[ModelInput]) -> Perp
                 else batch.loss_mask
             )
             labels = batch.labels[counts]
-            for model in models:
-                for name, logits in model(batch).items():
-                    loss = F.cross_entropy(logits[counts], labels, reduction="sum")
-                    result.sums[name] = result.sums.get(name, 0.0) + float(loss)
+            for name, logits in score(batch):
+                loss = F.cross_entropy(logits[counts], labels, reduction="sum")
+                result.sums[name] = result.sums.get(name, 0.0) + float(loss)
             result.samples += len(batch.tokens)
             result.labels += labels.numel()
     return result
