@@ -157,11 +157,16 @@ def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
 
 def _own_size(source: ModelSource) -> int | None:
     """Return the size of the tokenizer that the model names; None if it cannot be loaded."""
-    named = source.directory if source.exported else source.spec.tokenizer_directory
+    named = _named_tokenizer(source)
     try:
         return None if named is None else load_tokenizer(Path(named)).vocab_size
     except DataFormatError:
         return None
+
+
+def _named_tokenizer(source: ModelSource) -> str | None:
+    """Return the directory of the model's own tokenizer; None if the model names none."""
+    return source.directory if source.exported else source.spec.tokenizer_directory
 
 
 def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
@@ -179,7 +184,7 @@ def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
                 f"the tokenizer {requested} is no directory: give one with tokenizer.json"
             )
         return requested
-    named = source.directory if source.exported else source.spec.tokenizer_directory
+    named = _named_tokenizer(source)
     if named is None:
         raise ConfigError(
             f"{source.directory} came without a tokenizer: give --tokenizer its directory"
