@@ -6,7 +6,7 @@ source is any mapping from name to tensor, such as a dict or a lazily read check
 at the end build entries that several formats share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -284,6 +284,18 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
             f"{shape}: give the configuration the model was trained with"
         )
     return tensor
+
+
+def name_mismatch(names: Collection[str], expected: Collection[str]) -> str | None:
+    """Return a clause about tensors that are missing, or else unknown; None if the names agree."""
+    missing, unknown = sorted({*expected} - {*names}), sorted({*names} - {*expected})
+    if not missing and not unknown:
+        return None
+    return (
+        f"it {'lacks' if missing else 'has no place for'} "
+        f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
+        f"{len(unknown)} unknown)"
+    )
 
 
 def decoder_pairs(

@@ -31,7 +31,7 @@ from megacore.convert.deepspeed.parts import (
     undivided_parts,
     universal_parts,
 )
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, name_mismatch
 from megacore.convert.megatron.args import check_rows, family_of, remarks_on, spec_of
 from megacore.convert.megatron.files import VERSIONS, MergedTensors, args_in
 from megacore.convert.megatron.table import WORD_EMBEDDINGS, current_name, layer_numbers, slots
@@ -102,7 +102,12 @@ class JoinedTensors(LazyTensors):
         shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
         super().__init__(shapes, self._joined)
         for rank, tensors in enumerate(ranks):
-            _check_names(set(shapes), tensors, f"{where}, tensor rank {rank},")
+            mismatch = name_mismatch(tensors.keys(), shapes)
+            if mismatch is not None:
+                raise CheckpointError(
+                    f"{where}, tensor rank {rank}, is of another model than its description: "
+                    f"{mismatch}: use the description it was saved with"
+                )
             for name, shape in shapes.items():
                 self._check(name, shape, rank, where)
 
@@ -124,17 +129,6 @@ class JoinedTensors(LazyTensors):
                 f"{where} holds two of what should be one: {name} of tensor rank {rank} differs "
                 "from that of tensor rank 0: use another checkpoint"
             )
-
-
-def _check_names(expected: set[str], tensors: Mapping[str, Tensor], where: str) -> None:
-    missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    if missing or unknown:
-        raise CheckpointError(
-            f"{where} is of another model than its description: it "
-            f"{'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
-            f"{len(unknown)} unknown): use the description it was saved with"
-        )
 
 
 def open_deepspeed(directory: Path) -> Foreign:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megacore.artifact.files import staged
 from megacore.checkpoint.format import directory_name, write_tracker
 from megacore.config.spec import ModelSpec
-from megacore.convert.key_map import NAMED_AT_ONCE
+from megacore.convert.key_map import name_mismatch
 from megacore.convert.megatron.args import (
     args_of,
     check_megatron,
@@ -79,7 +79,12 @@ def write_megatron(
     """
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
     table = slots(spec)
-    _check_names(tensors, table)
+    mismatch = name_mismatch(tensors.keys(), {name for slot in table for name in slot.ours})
+    if mismatch is not None:
+        raise ConversionError(
+            f"the checkpoint is of another model than its description: {mismatch}: give the "
+            "description it was saved with"
+        )
     args = args_of(spec, iteration=iteration, tensor=tensor, pipeline=pipeline)
     count = spec.model.num_layers // pipeline
     with staged(output / directory_name(iteration)) as staging:
@@ -139,18 +144,6 @@ def open_megatron(directory: Path) -> Foreign:
         saved or 0,
         remarks_on(first.args, family),
     )
-
-
-def _check_names(tensors: Mapping[str, Tensor], table: Iterable[Slot]) -> None:
-    expected = {name for slot in table for name in slot.ours}
-    missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    if missing or unknown:
-        raise ConversionError(
-            "the checkpoint is of another model than its description: it "
-            f"{'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
-            f"{len(unknown)} unknown): give the description it was saved with"
-        )
 
 
 def _rank_model(
