@@ -10,7 +10,7 @@ Megatron-DeepSpeed, megatron/checkpointing.py.
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from megacore.models.build import build_bare
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.tensor_parallel import partitions
 
-Style = Literal["ours", "megatron"]
 _WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
 """Prefixes of our parameters' names: from the wrapper that calls the model with a batch, or from
 the layer of a pipeline."""
@@ -149,8 +148,7 @@ def open_deepspeed(directory: Path) -> Foreign:
     _check_agreement(saved)
     ranks, steps = _tensor_ranks(saved)
     names = {name for rank in ranks for name in (*rank[FP32], *rank[_OTHERS])}
-    style = _style_of(names, where)
-    saved_spec = _find_model_spec(where) if style == "ours" else None
+    saved_spec = _find_model_spec(where) if _are_ours(names, where) else None
     current = (
         _our_names(names, parameter_shapes(saved_spec))
         if saved_spec
@@ -184,7 +182,7 @@ def open_deepspeed(directory: Path) -> Foreign:
         "deepspeed",
         kind=(
             f"{_form(saved)} of "
-            f"{'a model of megacore' if style == 'ours' else 'Megatron-DeepSpeed'}, {spec.family}"
+            f"{'a model of megacore' if saved_spec else 'Megatron-DeepSpeed'}, {spec.family}"
         ),
         spec=spec,
         tensors=read[FP32],
@@ -235,10 +233,8 @@ def _tensor_ranks(saved: Saved) -> tuple[Ranks, set[int]]:
         parts = {rank: [layer_parts(saved, rank)] for rank in range(saved.tensor_size)}
     else:
         parts = _by_tensor_rank(saved, undivided_parts)
-    all_parts = [part for stages in parts.values() for part in stages]
-    return [_joined(parts[rank], saved.directory) for rank in sorted(parts)], {
-        step for part in all_parts for step in part.steps
-    }
+    steps = {step for stages in parts.values() for part in stages for step in part.steps}
+    return [_joined(parts[rank], saved.directory) for rank in sorted(parts)], steps
 
 
 def _by_tensor_rank(saved: Saved, read: Callable[[Saved, int], Parts]) -> dict[int, list[Parts]]:
@@ -356,8 +352,8 @@ def _megatron(
     }
 
 
-def _style_of(names: Collection[str], where: Path) -> Style:
-    """Return the naming style of the parameters: ours or Megatron-DeepSpeed's.
+def _are_ours(names: Collection[str], where: Path) -> bool:
+    """Return True for parameters named as ours, False for Megatron-DeepSpeed's.
 
     Raises:
         ConversionError: if it is neither.
@@ -365,9 +361,9 @@ def _style_of(names: Collection[str], where: Path) -> Style:
     if any("language_model." in name for name in names) or any(
         _PIPELINE_LAYER.match(name) for name in names
     ):
-        return "megatron"
+        return False
     if any(_OUR_LAYER.search(name) for name in names):
-        return "ours"
+        return True
     shown = ", ".join(list(names)[:NAMED_AT_ONCE]) or "none"
     raise ConversionError(
         f"{where} has parameters {shown}, which are neither megacore's nor Megatron-DeepSpeed's: "

@@ -1,6 +1,6 @@
 """Text generation with transformers, for its models that have no counterpart here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class _Pieces:
     """Receiver of new ids with the interface of transformers' streamers."""
 
     def __init__(
-        self, tokenizer: Any, emit: Callable[[str], object], context: tuple[int, ...] | list[int]
+        self, tokenizer: Any, emit: Callable[[str], object], context: Sequence[int]
     ) -> None:
         def decode(ids: list[int]) -> str:
             # Clean-up changes text that was emitted, such as the space before a comma.
