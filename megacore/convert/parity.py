@@ -330,12 +330,12 @@ def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor
     length = tokens.shape[1] + 1
     new = min(_CONTINUATION_TOKENS, length // 2)
     prompt = tokens[:, : min(length - new, _PROMPT_TOKENS)]
+    start = prompt.shape[1]
     same = same_up_to(pair.spec.model.rope_scaling)
-    stepwise = same is not None and prompt.shape[1] + new > same
+    stepwise = same is not None and start + new > same
     if stepwise:
-        pair.theirs(
-            prompt[:, :1]
-        )  # transformers keeps the base of the longest text until a short one
+        # transformers keeps the base of the longest text until a short one
+        pair.theirs(prompt[:, :1])
     continued = pair.theirs.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -345,14 +345,13 @@ def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor
     )
     for row in continued:
         if stepwise:
-            ends = range(prompt.shape[1], len(row))
+            ends = range(start, len(row))
             batches = [ModelInput(row[None, :end], row[None, 1 : end + 1]) for end in ends]
             logits = torch.cat([pair.our_outputs(batch).logits[0, -1:] for batch in batches])
-            yield logits[:, : pair.spec.vocab_size], row[prompt.shape[1] :]
-            continue
-        batch = ModelInput(row[None, :-1], row[None, 1:])
-        logits = pair.our_outputs(batch).logits[0, prompt.shape[1] - 1 :, : pair.spec.vocab_size]
-        yield logits, row[prompt.shape[1] :]
+        else:
+            batch = ModelInput(row[None, :-1], row[None, 1:])
+            logits = pair.our_outputs(batch).logits[0, start - 1 :]
+        yield logits[:, : pair.spec.vocab_size], row[start:]
 
 
 def _of_decoder(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
