@@ -69,10 +69,6 @@ SAME = Relayout(lambda ours: (ours,), lambda theirs: theirs[0])
 """Identity."""
 
 
-TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
-"""Transposition of [out, in] to [in, out], for transformers' Conv1D of GPT-2."""
-
-
 def qkv_blocks(heads: int, head_dim: int) -> Relayout:
     """Return the relayout from rows [head][q, k, v][d] to blocks [q, k, v][head][d].
 

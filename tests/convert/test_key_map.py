@@ -5,7 +5,6 @@ import torch
 
 from megacore.convert.key_map import (
     SAME,
-    TRANSPOSED,
     Entry,
     KeyMap,
     Relayout,
@@ -13,6 +12,8 @@ from megacore.convert.key_map import (
     qkv_blocks,
 )
 from megacore.errors import ConversionError
+
+TRANSPOSED = SAME.then(torch.Tensor.t, torch.Tensor.t)
 
 
 def encoded(shape: tuple[int, ...]) -> torch.Tensor:

@@ -8,12 +8,13 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
 from megacore.convert.key_map import (
     SAME,
-    TRANSPOSED,
     Entry,
     KeyMap,
     Relayout,
+    Shape,
     decoder_pairs,
     embedding,
+    norm,
     output_layer,
     qkv_blocks,
 )
@@ -33,7 +34,7 @@ def key_map(spec: ModelSpec) -> KeyMap:
     ]
     for layer in range(model.num_layers):
         entries += _layer_entries(spec, layer)
-    entries += _affine("encoder.final_layernorm", "transformer.ln_f", (hidden,))
+    entries += norm(spec, "encoder.final_layernorm", "transformer.ln_f")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
@@ -42,33 +43,29 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
     model = spec.model
     hidden, inner = model.hidden_size, model.ffn_size
     ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
+    attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
     blocks = qkv_blocks(model.num_attention_heads, model.head_dim)
-    blocks_transposed = blocks.then(Tensor.t, Tensor.t)
     return [
-        *_affine(f"{ours}.input_layernorm", f"{theirs}.ln_1", (hidden,)),
-        *_affine(
-            f"{ours}.self_attention.query_key_value",
-            f"{theirs}.attn.c_attn",
-            (3 * hidden, hidden),
-            blocks_transposed,
-            blocks,
+        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.ln_1"),
+        *_conv1d(
+            f"{attention}.query_key_value", f"{theirs}.attn.c_attn", (3 * hidden, hidden), blocks
         ),
-        *_affine(
-            f"{ours}.self_attention.dense", f"{theirs}.attn.c_proj", (hidden, hidden), TRANSPOSED
-        ),
-        *_affine(f"{ours}.post_attention_layernorm", f"{theirs}.ln_2", (hidden,)),
-        *_affine(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", (inner, hidden), TRANSPOSED),
-        *_affine(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", (hidden, inner), TRANSPOSED),
+        *_conv1d(f"{attention}.dense", f"{theirs}.attn.c_proj", (hidden, hidden)),
+        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.ln_2"),
+        *_conv1d(f"{mlp}.dense_h_to_4h", f"{theirs}.mlp.c_fc", (inner, hidden)),
+        *_conv1d(f"{mlp}.dense_4h_to_h", f"{theirs}.mlp.c_proj", (hidden, inner)),
     ]
 
 
-def _affine(
-    ours: str, theirs: str, shape: tuple[int, ...], weight: Relayout = SAME, bias: Relayout = SAME
-) -> tuple[Entry, Entry]:
-    """Return the entries of a weight of `shape` and the bias of its rows."""
+def _conv1d(ours: str, theirs: str, shape: Shape, rows: Relayout = SAME) -> tuple[Entry, Entry]:
+    """Return the entries of a linear layer whose weight is [in, out] in transformers.
+
+    `shape` is that of our weight [out, in], and `rows` the relayout of its rows.
+    """
+    transposed = rows.then(Tensor.t, Tensor.t)
     return (
-        Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight),
-        Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias),
+        Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), transposed),
+        Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), rows),
     )
 
 
