@@ -280,7 +280,7 @@ def _fsdp(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     block = content.get("fsdp_config")
     if block in _OFF:
         return
-    fsdp_settings(block, name)
+    fsdp_settings(block, name)  # refuses what is not supported
     for claim in read_fsdp(block, name):
         if claim.field == "fsdp_config.fsdp_activation_checkpointing":
             yield Claim("train.gradient_checkpointing", claim.value, claim.clause)
@@ -376,7 +376,7 @@ def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> I
     prefix = "deepspeed_config."
     _known(block, prefix, (DEEPSPEED_HONOURED, DEEPSPEED_WITHOUT_EFFECT, DEEPSPEED_REFUSED), name)
     _refuse(block, prefix, DEEPSPEED_REFUSED, name)
-    path = named_json(block and {"deepspeed_config": block})
+    path = named_json({"deepspeed_config": block})
     if path is not None and not isinstance(launch.get("deepspeed_config"), dict):
         raise ValueError(
             f"{prefix}deepspeed_config_file of {name} is {path}, which was not read: give its "

@@ -167,7 +167,10 @@ class HfConfig:
 
     def activation(self, key: str, default: str, *, gated: bool) -> Activation:
         """Return our name of the activation under `key`."""
-        name = self.get(key, str, default)
+        return self.activation_named(self.get(key, str, default), key, gated=gated)
+
+    def activation_named(self, name: str, key: str, *, gated: bool) -> Activation:
+        """Return our name of the activation `name`, which the value of `key` contains."""
         known = _GATES if gated else _PLAIN
         if name not in known:
             raise ConversionError(

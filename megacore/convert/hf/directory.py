@@ -165,14 +165,13 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 
 def tensor_readers(directory: Path) -> dict[str, Reader]:
     """Return the function that reads each tensor of a directory, by its name in the files."""
-    single = ((FILE_NAME, _safetensors), (_PICKLED, _pickled))
-    several = ((INDEX_NAME, _safetensors), (_PICKLED_INDEX, _pickled))
-    for (file, read), (index, _) in zip(single, several, strict=True):
+    forms = ((FILE_NAME, INDEX_NAME, _safetensors), (_PICKLED, _PICKLED_INDEX, _pickled))
+    for file, index, read in forms:
         if (directory / file).is_file():
             return read(directory / file)
         if (directory / index).is_file():
             return _indexed(directory, directory / index, read)
-    names = ", ".join(name for pair in zip(single, several, strict=True) for name, _ in pair)
+    names = ", ".join(name for file, index, _ in forms for name in (file, index))
     raise ConversionError(f"{directory} has no weights: none of {names} is there")
 
 

@@ -165,7 +165,6 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     function = names.get(function, function)
     config.refuse_unless("dense_act_fn", function)
     config.refuse_unless("is_gated_act", bool(gate))
-    activation = HfConfig({"feed_forward_proj": function}, config.path)
     return {
         "num_layers": layers,
         "num_decoder_layers": layers if decoder_layers is None else decoder_layers,
@@ -173,7 +172,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "num_attention_heads": config.get("num_heads", int),
         "kv_channels": config.get("d_kv", int, 64),
         "ffn_hidden_size": config.get("d_ff", int),
-        "activation": activation.activation("feed_forward_proj", "relu", gated=bool(gate)),
+        "activation": config.activation_named(function, "feed_forward_proj", gated=bool(gate)),
         "normalization": "rmsnorm",
         "position_embedding_type": "relative",
         "relative_attention_num_buckets": config.get("relative_attention_num_buckets", int, 32),
