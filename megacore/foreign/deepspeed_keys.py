@@ -131,10 +131,10 @@ _SPELLINGS = {
     "aio.thread_count": "aio.intra_op_parallelism",
 }
 """Old spellings that are not in DeepSpeed's models."""
-_CPU_OFFLOAD_PARAMS = "zero_optimization.cpu_offload_params"
-
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Package that each monitor needs."""
+_OFFLOAD_FLAGS = {
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param.device",
+}
+"""Old flags for offload that are not in DeepSpeed's models, and the keys that they set."""
 
 
 def definitions(name: str = "deepspeed.config") -> Definitions:
@@ -188,10 +188,7 @@ def _definitions() -> Definitions:
     }
     defaults |= {key: getattr(constants, f"{key.upper()}_DEFAULT", None) for key in _BY_HAND}
     keys = {key: Key(_kind(type(value), (), value), (), value) for key, value in defaults.items()}
-    renamed, flags = (
-        dict(_SPELLINGS),
-        {_CPU_OFFLOAD_PARAMS: "zero_optimization.offload_param.device"},
-    )
+    renamed, flags = dict(_SPELLINGS), dict(_OFFLOAD_FLAGS)
     for block, model in models.items():
         _read_model(model, block, keys, renamed, flags)
     for key, by_hand in _BY_HAND.items():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from megacore.config.deepspeed import UserSettings, user_settings_of
 from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed, is_compared
 from megacore.errors import ConfigError
-from megacore.foreign.deepspeed_keys import PACKAGES
 from megacore.foreign.files import nested
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 NEVER = sys.maxsize
 """Steps between DeepSpeed's log lines that disable them; its pipeline engine requires a value."""
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Package that each of DeepSpeed's monitors needs."""
 
 
 def deepspeed_settings(
@@ -125,7 +126,7 @@ def _check_monitors(user_settings: UserSettings) -> None:
 
     DeepSpeed would otherwise end every rank on its import.
     """
-    for name, package in PACKAGES.items():
+    for name, package in _PACKAGES.items():
         if user_settings.values.get(f"{name}.enabled") and not is_installed(package):
             raise ValueError(
                 f"{name}.enabled of deepspeed.config is true but the package {package} is not "
