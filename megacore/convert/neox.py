@@ -54,6 +54,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
 """Settings that our models support only with a false value, null or one of these values."""
 _NUMBERED = re.compile(r"^sequential\.(\d+)\.(.+)$")
 _NO_WEIGHTS = re.compile(r"_extra_state$|rotary_emb\.|inv_freq$|attention\.(?:masked_)?bias$")
+_DOWN = ("linear2", "dense_4h_to_h", "w2")
+"""Names of the MLP's second linear layer, by version and kind."""
 _STEP = re.compile(r"global_step(\d+)")
 _DRIFT = 0.05
 """Largest difference between the copies of a norm, relative to its largest number."""
@@ -250,8 +252,7 @@ def _model_fields(
         raise ConversionError(
             f"{layers.where} was trained with activation {activation!r}, which is not read"
         )
-    names = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.w2.weight")
-    down = layers.parts(2, layers.name_of(2, names))
+    down = layers.parts(2, layers.name_of(2, [f"mlp.{name}.weight" for name in _DOWN]))
     rotary = {
         "rotary_base": settings.get("rotary_emb_base", 10000),
         "rotary_percent": settings.get("rotary_pct", 1.0),
@@ -361,7 +362,7 @@ class NeoxTensors(LazyTensors):
             yield from self._queries_keys_values(f"{ours}.self_attention", layer, end)
             dense = f"attention.dense.{end}"
             yield f"{ours}.self_attention.dense.{end}", _Entry(layer, (dense,), rows)
-            down = tuple(f"mlp.{name}.{end}" for name in ("linear2", "dense_4h_to_h", "w2"))
+            down = tuple(f"mlp.{name}.{end}" for name in _DOWN)
             yield f"{ours}.mlp.dense_4h_to_h.{end}", _Entry(layer, down, rows)
             up = tuple(f"mlp.{name}.{end}" for name in ("linear1", "dense_h_to_4h"))
             name = f"{ours}.mlp.dense_h_to_4h"
