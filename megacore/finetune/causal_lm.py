@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, CausalLmConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, token_counts
@@ -107,11 +106,6 @@ class CausalLmTask(TransformersTask):
     """
 
     task: CausalLmConfig
-
-    def __init__(self, config: FinetuneConfig, *directories: Any) -> None:
-        super().__init__(config, *directories)
-        assert isinstance(config.task, CausalLmConfig)
-        self.task = config.task
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids, attention_mask and labels, all [b, s]."""

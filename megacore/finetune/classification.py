@@ -12,6 +12,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     LOSS,
     ClassificationConfig,
+    ClassificationMetric,
     ClassificationSettings,
     classification_settings,
 )
@@ -28,7 +29,7 @@ from megacore.finetune.examples import (
     token_counts,
 )
 from megacore.finetune.metrics import classification_metrics
-from megacore.finetune.task import Batch, TransformersTask, mask_of, padded, without_labels
+from megacore.finetune.task import Batch, TransformersTask, without_labels
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -339,8 +340,6 @@ class ClassificationTask(TransformersTask):
 
     def __init__(self, config: FinetuneConfig, *directories: Any) -> None:
         super().__init__(config, *directories)
-        assert isinstance(config.task, ClassificationConfig)
-        self.task = config.task
         self.labels: list[str] | None = self.description["labels"]
         # XLNet's head reads the last position, even if it is padding: pad on the left.
         self._reads_last = getattr(super().model_config(), "summary_type", None) == "last"
@@ -364,14 +363,7 @@ class ClassificationTask(TransformersTask):
         segments, and labels [b].
         """
         length = self.task.max_length if self.task.pad_to_max_length else None
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)  # checked by the stage `examples`
-        left = self._reads_last
-        ids = padded(rows, IDS, pad, length, left=left)
-        mask = mask_of(rows, ids.shape[1])
-        batch = {IDS: ids, "attention_mask": mask.flip(1) if left else mask}
-        if SEGMENTS in rows[0]:
-            batch[SEGMENTS] = padded(rows, SEGMENTS, 0, ids.shape[1], left=left)
+        batch = self.padded_inputs(rows, length, left=self._reads_last)
         kind = torch.float32 if self.labels is None else torch.long
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows], dtype=kind)}
 
@@ -392,16 +384,25 @@ class ClassificationTask(TransformersTask):
         self, accelerator: "Accelerator", model: "PreTrainedModel"
     ) -> "ClassificationScorer":
         """Return a new scorer for one pass over a split."""
-        return ClassificationScorer(self, accelerator, model)
+        names = classification_settings(self.task).metrics
+        classes = 1 if self.labels is None else len(self.labels)
+        return ClassificationScorer(self, accelerator, model, names, classes)
 
 
 class ClassificationScorer:
     """Predictions, labels and losses of all samples on all ranks."""
 
     def __init__(
-        self, task: ClassificationTask, accelerator: "Accelerator", model: "PreTrainedModel"
+        self,
+        task: TransformersTask,
+        accelerator: "Accelerator",
+        model: "PreTrainedModel",
+        metrics: Sequence[ClassificationMetric],
+        classes: int,
     ) -> None:
+        """Begin a pass over a split; `classes` is 1 for regression."""
         self._task, self._accelerator, self._model = task, accelerator, model
+        self._metrics, self._classes = metrics, classes
         self._predictions: list[float] = []
         self._labels: list[float] = []
         self._loss = 0.0
@@ -413,7 +414,7 @@ class ClassificationScorer:
         Collective; call it while iterating over the prepared loader.
         """
         logits, labels = self._model(**without_labels(batch)).logits.float(), batch[LABELS]
-        if self._task.labels is None:
+        if labels.is_floating_point():  # regression
             predictions = logits.squeeze(-1)
             losses = torch.nn.functional.mse_loss(predictions, labels.float(), reduction="none")
         else:
@@ -427,10 +428,8 @@ class ClassificationScorer:
         self._loss += float(losses.double().sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return `loss` and the task's metrics over all added batches."""
-        names = classification_settings(self._task.task).metrics
-        classes = 1 if self._task.labels is None else len(self._task.labels)
-        return {
-            LOSS: self._loss / len(self._labels),
-            **classification_metrics(names, self._predictions, self._labels, classes),
-        }
+        """Return `loss` and the metrics over all added batches."""
+        scores = classification_metrics(
+            self._metrics, self._predictions, self._labels, self._classes
+        )
+        return {LOSS: self._loss / len(self._labels), **scores}

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import LOSS, MultipleChoiceConfig
+from megacore.config.finetune_task import MultipleChoiceConfig
 from megacore.errors import DataFormatError
+from megacore.finetune.classification import ClassificationScorer
 from megacore.finetune.examples import (
     IDS,
     LABELS,
@@ -26,8 +27,7 @@ from megacore.finetune.examples import (
     check_columns,
     encode_texts,
 )
-from megacore.finetune.metrics import classification_metrics
-from megacore.finetune.task import Batch, TransformersTask, mask_of, padded, without_labels
+from megacore.finetune.task import TransformersTask
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -202,8 +202,6 @@ class MultipleChoiceTask(TransformersTask):
 
     def __init__(self, config: FinetuneConfig, *directories: Any) -> None:
         super().__init__(config, *directories)
-        assert isinstance(config.task, MultipleChoiceConfig)
-        self.task = config.task
         self.choices: int = self.description["num_choices"]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -219,13 +217,8 @@ class MultipleChoiceTask(TransformersTask):
             for end, length in _ends(row[_LENGTHS])
         ]
         length = self.task.max_length if self.task.pad_to_max_length else None
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)  # checked by the stage `examples`
-        ids = padded(pairs, IDS, pad, length)
-        batch = {IDS: ids, "attention_mask": mask_of(pairs, ids.shape[1])}
-        if SEGMENTS in names:
-            batch[SEGMENTS] = padded(pairs, SEGMENTS, 0, ids.shape[1])
-        batch = {name: tensor.view(len(rows), self.choices, -1) for name, tensor in batch.items()}
+        inputs = self.padded_inputs(pairs, length)
+        batch = {name: tensor.view(len(rows), self.choices, -1) for name, tensor in inputs.items()}
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows])}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
@@ -242,47 +235,11 @@ class MultipleChoiceTask(TransformersTask):
             row[SEGMENTS] = [0] * total
         return [dict(row) for _ in range(count)]
 
-    def scorer(
-        self, accelerator: "Accelerator", model: "PreTrainedModel"
-    ) -> "MultipleChoiceScorer":
+    def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> ClassificationScorer:
         """Return a new scorer for one pass over a split."""
-        return MultipleChoiceScorer(self, accelerator, model)
+        return ClassificationScorer(self, accelerator, model, ("accuracy",), self.choices)
 
 
 def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return the end of each choice in a sample's ids, and its length."""
     return [(sum(lengths[: number + 1]), length) for number, length in enumerate(lengths)]
-
-
-class MultipleChoiceScorer:
-    """Chosen answers, labels and losses of all samples on all ranks."""
-
-    def __init__(
-        self, task: MultipleChoiceTask, accelerator: "Accelerator", model: "PreTrainedModel"
-    ) -> None:
-        self._task, self._accelerator, self._model = task, accelerator, model
-        self._chosen: list[int] = []
-        self._labels: list[int] = []
-        self._loss = 0.0
-
-    @torch.no_grad()
-    def add(self, batch: Batch) -> None:
-        """Score a batch of this rank.
-
-        Collective; call it while iterating over the prepared loader.
-        """
-        scores, labels = self._model(**without_labels(batch)).logits.float(), batch[LABELS]
-        losses = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
-        chosen, labels, losses = self._task.scored(
-            self._accelerator, scores.argmax(-1), labels, losses
-        )
-        self._chosen += chosen.tolist()
-        self._labels += labels.tolist()
-        self._loss += float(losses.double().sum())
-
-    def metrics(self) -> dict[str, float]:
-        """Return `loss` and `accuracy` over all added batches."""
-        return {
-            LOSS: self._loss / len(self._labels),
-            **classification_metrics(("accuracy",), self._chosen, self._labels, self._task.choices),
-        }

@@ -10,7 +10,6 @@ import torch
 
 from megacore.artifact.files import copy_tree, workspace_errors
 from megacore.config.data import Splitter
-from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConfigError, DataFormatError, DownloadError
@@ -28,7 +27,6 @@ from megacore.finetune.task import (
     IGNORED,
     Batch,
     TransformersTask,
-    mask_of,
     padded,
     token_losses,
 )
@@ -174,27 +172,12 @@ class Seq2SeqTask(TransformersTask):
 
     task: Seq2SeqConfig
 
-    def __init__(
-        self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
-    ) -> None:
-        super().__init__(config, examples_directory, pretrained_directory)
-        assert isinstance(config.task, Seq2SeqConfig)
-        self.task = config.task
-        self._punkt = examples_directory / PUNKT
-
-    @property
-    def pad_id(self) -> int:
-        """Id of the padding of sources and of generated texts."""
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)  # checked by the stage `examples`
-        return pad
-
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids and attention_mask [b, s] of the sources, labels [b, t] of targets."""
         to_maximum = self.task.pad_to_max_length
-        ids = padded(rows, IDS, self.pad_id, self.task.max_source_length if to_maximum else None)
+        inputs = self.padded_inputs(rows, self.task.max_source_length if to_maximum else None)
         labels = padded(rows, LABELS, IGNORED, self.task.max_target_length if to_maximum else None)
-        return {IDS: ids, "attention_mask": mask_of(rows, ids.shape[1]), LABELS: labels}
+        return inputs | {LABELS: labels}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
         """Return `count` samples of the longest source and target."""
@@ -210,7 +193,8 @@ class Seq2SeqTask(TransformersTask):
         Raises DataFormatError when nltk's models are damaged.
         """
         splitter = self.task.sentence_splitter if "rougeLsum" in self.task.metrics else "rules"
-        return Seq2SeqScorer(self, accelerator, model, sentence_splitter(splitter, self._punkt))
+        sentences = sentence_splitter(splitter, self._examples / PUNKT)
+        return Seq2SeqScorer(self, accelerator, model, sentences)
 
     def generation(self, model: "PreTrainedModel") -> "GenerationConfig":
         """Return the settings of generation: beam search in the task's lengths, no sampling."""
@@ -251,12 +235,8 @@ class Seq2SeqScorer:
         model: "PreTrainedModel",
         sentences: Callable[[str], list[str]],
     ) -> None:
-        self._task, self._accelerator, self._model, self._sentences = (
-            task,
-            accelerator,
-            model,
-            sentences,
-        )
+        self._task, self._accelerator, self._model = task, accelerator, model
+        self._sentences = sentences
         self._writer: Any = accelerator.unwrap_model(model)
         self._generation = task.generation(self._writer)
         # A rank that has finished its texts must keep generating: the others need its shard of the

@@ -20,6 +20,7 @@ from megacore.config.finetune_task import (
     ClassificationConfig,
     MultipleChoiceConfig,
     Seq2SeqConfig,
+    TaskConfig,
     best_metric,
 )
 from megacore.errors import ConfigError, DataFormatError
@@ -30,14 +31,11 @@ from megacore.finetune.pretrained import MODEL_DIRECTORY, quiet, read_model_conf
 from megacore.train.memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
     from accelerate import Accelerator
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Batch = Mapping[str, "torch.Tensor"]
+Batch = Mapping[str, torch.Tensor]
 Split = str
 """train, valid or test."""
 
@@ -82,7 +80,7 @@ class FinetuneTask(Protocol):
         identical on each rank.
         """
 
-    def collate(self, rows: Sequence[Mapping[str, Any]]) -> "dict[str, torch.Tensor]":
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return a padded batch of samples.
 
         The arrays have shape [b, s], or [b, c, s] with c choices of each sample. Labels are [b] or
@@ -119,12 +117,14 @@ class TransformersTask:
 
     draws_head: ClassVar[bool] = False
     """True if the pretrained weights may lack the head."""
+    task: TaskConfig
+    """Section `task` of the configuration."""
 
     def __init__(
         self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
     ) -> None:
         """Read `task.json` and the tokenizer. Raises ConfigError, DataFormatError."""
-        self.config = config
+        self.config, self.task = config, config.task
         self.description = read_task(examples_directory)
         self.tokenizer = read_tokenizer(config.model, pretrained_directory)
         self.metric, self.larger_is_better = best_metric(config.task, config.train.best_metric)
@@ -205,6 +205,29 @@ class TransformersTask:
                 "model.random_weights to true"
             )
 
+    @property
+    def pad_id(self) -> int:
+        """Id of the padding; only causal language modeling needs none."""
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)  # checked by the stage `examples`
+        return pad
+
+    def padded_inputs(
+        self, rows: Sequence[Mapping[str, Any]], length: int | None, *, left: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return the padded inputs of the model: input_ids and attention_mask [b, s].
+
+        Rows with segments also give token_type_ids [b, s]. `length` and `left` are those of
+        `padded`.
+        """
+        ids = padded(rows, IDS, self.pad_id, length, left=left)
+        counts = torch.tensor([len(row[IDS]) for row in rows])
+        mask = (torch.arange(ids.shape[1]) < counts[:, None]).long()
+        inputs = {IDS: ids, "attention_mask": mask.flip(1) if left else mask}
+        if SEGMENTS in rows[0]:
+            inputs[SEGMENTS] = padded(rows, SEGMENTS, 0, length, left=left)
+        return inputs
+
     def ordinary_id(self) -> int:
         """Return the id of a token that is not a special token."""
         special = set(self.tokenizer.all_special_ids)
@@ -281,12 +304,6 @@ def padded(
         for row, fill in zip(rows, fills, strict=True)
     ]
     return torch.tensor(filled, dtype=torch.long)
-
-
-def mask_of(rows: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
-    """Return the attention mask [b, s]: 1 where a row has an id, 0 at padding."""
-    counts = torch.tensor([len(row[IDS]) for row in rows])
-    return (torch.arange(length) < counts[:, None]).long()
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -457,7 +474,7 @@ def sample_losses(
 
 
 @contextmanager
-def _evaluating(model: nn.Module, device: torch.device) -> "Iterator[None]":
+def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
