@@ -24,9 +24,8 @@ from benchmarks._zero_census import reset_peak, resident_mb
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.build import build_engine
-from megacore.engine.native import DTYPES
 from megacore.kernels.choice import choose_kernels
-from megacore.kernels.implementation import Setting
+from megacore.kernels.implementation import DTYPES, Setting
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers

@@ -31,6 +31,7 @@ from benchmarks._steps import (
     transformers_model,
     transformers_step,
 )
+from megacore.kernels.implementation import DTYPES
 from megacore.kernels.matmul import multiply
 from megacore.ranks.process import set_up_arithmetic
 
@@ -107,7 +108,7 @@ def answer(values: dict[str, Any]) -> None:
 def matmul_rate(precision: str, device: torch.device) -> float:
     """Return megacore's best rate of square matrix products of random numbers, in TFLOP/s."""
     cuda = device.type == "cuda"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = DTYPES[precision]
     best = 0.0
     for size in _GPU_SIZES if cuda else _CPU_SIZES:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

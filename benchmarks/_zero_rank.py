@@ -24,7 +24,7 @@ from megacore.config.deepspeed import zero_of
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
 from megacore.engine.build import build_engine
-from megacore.engine.native import DTYPES
+from megacore.kernels.implementation import DTYPES
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 

@@ -24,9 +24,9 @@ from benchmarks._variants import SAMPLES, SEQ_LENGTH, VOCAB_SIZE, Variant
 from benchmarks._verdict import Check, table, verdict
 from megacore.config.load import parse_config
 from megacore.config.spec import SpecialTokens
-from megacore.engine.native import DTYPES, NativeEngine
+from megacore.engine.native import NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
-from megacore.kernels.implementation import Setting
+from megacore.kernels.implementation import DTYPES, Setting
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 from megacore.ranks.process import set_up_arithmetic

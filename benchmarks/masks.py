@@ -26,9 +26,9 @@ from benchmarks._verdict import Check, table, verdict
 from benchmarks._zero_census import reset_peak, resident_mb
 from megacore.config.load import parse_config
 from megacore.config.spec import SpecialTokens
-from megacore.engine.native import DTYPES, NativeEngine
+from megacore.engine.native import NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
-from megacore.kernels.implementation import Setting
+from megacore.kernels.implementation import DTYPES, Setting
 from megacore.kernels.spans import Spans
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh

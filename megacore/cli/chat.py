@@ -45,9 +45,9 @@ class CheckpointWriter:
 
         Raises CheckpointError if the weights are damaged or of another model.
         """
-        from megacore.engine.native import DTYPES
         from megacore.generate.weights import load_model
         from megacore.hardware import resolve_precision
+        from megacore.kernels.implementation import DTYPES
         from megacore.parallel.mesh import ProcessMesh
         from megacore.ranks.process import choose_device, set_up_arithmetic
 

@@ -44,7 +44,6 @@ _TRAINING_SHARE = 12
 """Time of a training in relation to that of another measurement."""
 _MIB = 1 << 20
 _GIGA = 1e9
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class _Clock:
@@ -138,10 +137,10 @@ def _products(plan: Plan, device: Any, precision: str) -> list[list[float]]:
     import torch.distributed as dist
 
     from megacore.kernels.choice import choose_kernels
-    from megacore.kernels.implementation import Setting
+    from megacore.kernels.implementation import DTYPES, Setting
     from megacore.kernels.matmul import affine, multiply
 
-    dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
+    dtype, clock = DTYPES[precision], _Clock(device)
     accumulate = choose_kernels(Setting(device, dtype)).weight_gradient
     rows: list[list[float]] = []
     # The speed of a machine changes: the rounds see it at different times.
@@ -192,9 +191,9 @@ def _attention(plan: Plan, device: Any, precision: str) -> list[list[float]]:
     import torch.distributed as dist
 
     from megacore.kernels.choice import choose_kernels
-    from megacore.kernels.implementation import Setting
+    from megacore.kernels.implementation import DTYPES, Setting
 
-    dtype, clock = getattr(torch, _DTYPES[precision]), _Clock(device)
+    dtype, clock = DTYPES[precision], _Clock(device)
     packed = choose_kernels(Setting(device, dtype)).packed_attention
     rows = []
     for samples, heads, length, size in plan.attention:

@@ -261,15 +261,14 @@ def look_at_torch(
     from megacore.config.train import KernelsConfig
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import choose_kernels
-    from megacore.kernels.implementation import Setting, has_apex
+    from megacore.kernels.implementation import DTYPES, Setting, has_apex
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     resolved = resolve_precision(precision, device.type)
     compiled = compile_layers == "on" or (compile_layers == "auto" and cuda)
     config = KernelsConfig.model_validate(kernels)
-    chosen = choose_kernels(Setting(device, types[resolved], compiled=compiled), config=config)
+    chosen = choose_kernels(Setting(device, DTYPES[resolved], compiled=compiled), config=config)
     nccl = torch.cuda.nccl.version() if cuda else None  # type: ignore[no-untyped-call]
     return {
         "cuda_build": torch.version.cuda,

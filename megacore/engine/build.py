@@ -18,9 +18,9 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.sharding import Sharding
 from megacore.engine.base import Engine
-from megacore.engine.native import DTYPES, NativeEngine
+from megacore.engine.native import NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels
-from megacore.kernels.implementation import Setting, flex_obstacle
+from megacore.kernels.implementation import DTYPES, Setting, flex_obstacle
 from megacore.models.layers.attention import CrossAttention, SelfAttention
 from megacore.models.layers.transformer import TransformerLayer
 from megacore.models.stage import Stage

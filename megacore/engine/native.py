@@ -20,6 +20,7 @@ from megacore.data_parallel.grad_sync import build_grad_sync
 from megacore.data_parallel.sharding import Sharding
 from megacore.engine.base import Engine, Reduced, Update, communication, global_means
 from megacore.engine.cuda_graph import MicroBatchGraph
+from megacore.kernels.implementation import DTYPES
 from megacore.models.base import LossTotals
 from megacore.models.layers.embedding import Embedding
 from megacore.models.stage import Stage
@@ -29,8 +30,6 @@ from megacore.optim.muon import MainWeightMuon
 from megacore.parallel.collectives import MAX, all_reduce_
 from megacore.pipeline_parallel.partition import WORD_EMBEDDINGS
 from megacore.tensor_parallel import partial_gradients
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NativeEngine(Engine):

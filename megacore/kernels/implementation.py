@@ -8,6 +8,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of a computation by its name in `train.precision`."""
 F = TypeVar("F")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megacore.kernels.implementation import DTYPES
+
 _LEAST_WORK = 1 << 20
 """Multiplications from which oneDNN's call, which takes 10 µs more than MKL's, is worth it."""
 _MEASURED_SIZE, _MEASURED_SIZE_ON_GPUS = 512, 8192
@@ -66,7 +68,7 @@ def measured_tflops(
 
     A device of None means this process's CPU threads.
     """
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = DTYPES[precision]
     cuda = device is not None and device.type == "cuda"
     size = _MEASURED_SIZE_ON_GPUS if cuda else _MEASURED_SIZE
     left = torch.ones(size, size, dtype=dtype, device=device)

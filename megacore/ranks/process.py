@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megacore.engine.native import DTYPES
 from megacore.errors import ConfigError, LaunchError, ParallelLayoutError, TrainingStoppedError
 from megacore.hardware import (
     BF16_CAPABILITY,
@@ -20,6 +19,7 @@ from megacore.hardware import (
     resolve_precision,
 )
 from megacore.jobs.run import Job, RankJob
+from megacore.kernels.implementation import DTYPES
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh, gpu_queues

@@ -20,12 +20,11 @@ from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.shard import part_of_rank
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
-from megacore.engine.native import DTYPES
 from megacore.errors import DataFormatError
 from megacore.hardware import resolve_precision
 from megacore.jobs.run import EvaluateJob
 from megacore.kernels.choice import choose_kernels
-from megacore.kernels.implementation import Setting
+from megacore.kernels.implementation import DTYPES, Setting
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.logging import (
