@@ -444,7 +444,7 @@ def storage_rates(facts: Facts) -> Finding | None:
     judgement = Judgement("storage")
     answered = facts.answered("storage")
     # Hosts with one workspace write their shards of a checkpoint at the same time.
-    writers = len(answered) if facts.launch.data_placement == "shared" else 1
+    writers = len(answered) if facts.shared else 1
     for host, value in answered:
         if "skipped" in value:
             judgement.note(host, f"not measured: {value['skipped']}")

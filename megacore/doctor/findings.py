@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.protocol import NO_ANSWER, HostProbe
+from megacore.doctor.protocol import NO_ANSWER, PAIR_BYTES, HostProbe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,11 +81,11 @@ class PairMeasurement:
         The data is counted once, since each of the two ranks sends and receives it once.
         """
         seconds = getattr(self, size)
-        return None if not seconds else {"mb_1": 1e6, "mb_64": 64e6}[size] / seconds / 1e9
+        return None if not seconds else PAIR_BYTES[size] / seconds / 1e9
 
     def as_json(self) -> dict[str, Any]:
         """Return the measurement for the examination's JSON."""
-        rates = {f"{size}_gb_s": self.bandwidth(size) for size in ("mb_1", "mb_64")}
+        rates = {f"{size}_gb_s": self.bandwidth(size) for size in PAIR_BYTES}
         return {
             "hosts": [self.first, self.second],
             "backend": self.backend,
@@ -126,9 +126,9 @@ class Facts:
         return [(host, value) for host, value in answers if value is not None]
 
     @property
-    def several(self) -> bool:
-        """True if there are several hosts."""
-        return len(self.hosts) > 1
+    def shared(self) -> bool:
+        """True if the hosts, if there are several, must see the same workspace."""
+        return self.launch.data_placement == "shared"
 
 
 REPORT_VERSION = 1

@@ -25,15 +25,13 @@ from datetime import timedelta
 from typing import Any
 
 from megacore.cluster.hosts.network import INTERFACE_VARIABLES
-from megacore.doctor.protocol import NOT_BEGUN, answer, leave, say
+from megacore.doctor.protocol import NOT_BEGUN, PAIR_BYTES, answer, leave, say
 from megacore.launch.exit_reason import die_with_parent
 
 CONNECT_SECONDS = 6.0
 """Time limit for reaching a port; the other host may start a little later."""
 _TRY_SECONDS = 2.0
 _PAUSE = 0.1
-SIZES = {"mb_1": 10**6, "mb_64": 64 * 10**6}
-"""Sizes of the all-reduces in bytes."""
 _SMALL = 8
 """Bytes of the all-reduce that measures the latency."""
 _REPEATS = {"latency": 50, "mb_1": 20, "mb_64": 5}
@@ -266,7 +264,7 @@ def _measure(stores: _Stores, meeting: Mapping[str, Any]) -> dict[str, float]:
         str(meeting["backend"]), store=store, rank=rank, world_size=2, timeout=limit
     )
     try:
-        sizes = {"latency": _SMALL, **SIZES}
+        sizes = {"latency": _SMALL, **PAIR_BYTES}
         return {name: _seconds(size, _REPEATS[name], device) for name, size in sizes.items()}
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,8 @@ from megacore.errors import LaunchError, MegacoreError
 NO_ANSWER = "no answer"
 """Prefix of problems that are caused by a lack of time."""
 NOT_BEGUN = f"{NO_ANSWER}: the time was up before it began"
+PAIR_BYTES = {"mb_1": 10**6, "mb_64": 64 * 10**6}
+"""Bytes of the all-reduces that measure the bandwidth of two ranks, by name."""
 
 
 @dataclass(frozen=True)

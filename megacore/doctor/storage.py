@@ -135,7 +135,7 @@ def _remove_stale(workspace: Path) -> None:
 def workspaces(facts: Facts) -> Finding | None:
     """Check that every host can write the workspace, and that a shared one is one directory."""
     judgement = Judgement("workspace")
-    shared = facts.several and _is_shared(facts)
+    shared = len(facts.hosts) > 1 and facts.shared
     disk_answers = dict(facts.answered("disk"))
     for host, value in facts.answered("workspace"):
         if shared:
@@ -254,9 +254,7 @@ def disks(facts: Facts) -> Finding | None:
                 f"{needs.name} takes {needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), "
                 "or move the workspace (MEGACORE_WORKSPACE)",
             )
-        elif (
-            needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts))
-        ):
+        elif needs is not None and free < needs.checkpoints and (host == first or facts.shared):
             judgement.warn(
                 host,
                 f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints "
@@ -285,10 +283,6 @@ def disks(facts: Facts) -> Finding | None:
         facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)"
     )
     return judgement.finding()
-
-
-def _is_shared(facts: Facts) -> bool:
-    return facts.launch.data_placement == "shared"
 
 
 def look_at_tokens(
