@@ -151,13 +151,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def silent(phase: str) -> None:
-    """Ignore a phase; the default callback of a rank that is not watched."""
-
-
-Beat = Callable[[str], None]
-
-
 PROGRESS_NAME = "progress.json"
 _VERSION = 3
 _READABLE = (2, _VERSION)
@@ -237,7 +230,7 @@ class FinetuneCheckpoints:
         run_directory: Path,
         *,
         keep_last: int,
-        beat: Beat = silent,
+        beat: Callable[[str], None],
     ) -> None:
         """Initialize without reading or writing any file.
 

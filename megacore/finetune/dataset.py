@@ -245,7 +245,7 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
         return _load(files, suffix, cache_directory)
     except DataFormatError:
         for path in files:
-            _load_on_one_rank(path, suffix, cache_directory)
+            _refuse_unreadable(path, suffix, cache_directory)
         raise
 
 
@@ -417,17 +417,13 @@ def _load(
         ) from error
 
 
-def _load_on_one_rank(path: Path, suffix: str, cache_directory: Path) -> None:
+def _refuse_unreadable(path: Path, suffix: str, cache_directory: Path) -> None:
     """Raise DataFormatError with `path`, and the line if known, if the file is unreadable."""
     file_format_of(path)
-    if suffix in (".jsonl",):
-        _check_lines(path)
+    if suffix == ".jsonl":
+        for number, line in enumerate(lines(path, _ROW_BYTES, _ADVICE), 1):
+            _check_line(path, number, line)
     _load([path], suffix, cache_directory)
-
-
-def _check_lines(path: Path) -> None:
-    for number, line in enumerate(lines(path, _ROW_BYTES, _ADVICE), 1):
-        _check_line(path, number, line)
 
 
 def _check_line(path: Path, number: int, line: bytes) -> None:

@@ -245,8 +245,10 @@ _AFTER_PADDING = frozenset(
         "mpnet",
         "roberta",
         "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
     }
-    | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
 """Models whose positions begin after the padding id, so that the first entries of their position
 table are unusable."""

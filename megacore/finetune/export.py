@@ -18,12 +18,13 @@ from megacore.artifact.files import (
 )
 from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import classification_settings
 from megacore.convert.model_card import example_tokens, render_card
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
 from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
-from megacore.finetune.pretrained import quiet
+from megacore.finetune.pretrained import LOCAL_ONLY, quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import AUTO_CLASSES, FinetuneTask, build_task, rows_of, sample_losses
 from megacore.jobs.finetune import FinetuneExportJob
@@ -151,7 +152,7 @@ def _usage(config: FinetuneConfig, exported: "Exported") -> str:
     last = "" if end is None else tokenizer.convert_ids_to_tokens(end)
     if task.kind == "classification":
         example: str | dict[str, str] = f"A text.{last}"
-        if task.sentence2_column is not None or task.glue not in (None, "cola", "sst2"):
+        if classification_settings(task).sentence2 is not None:
             begin = "" if tokenizer.num_special_tokens_to_add(pair=True) else PAIR_SEPARATOR
             example = {"text": "A text.", "text_pair": f"{begin}Another one.{last}"}
         return used.replace("{example}", json.dumps(example, ensure_ascii=False))
@@ -236,7 +237,6 @@ def load_exported(directory: Path, kind: str) -> Exported:
     import transformers
 
     auto = getattr(transformers, AUTO_CLASSES[kind])
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         with quiet():
             model, info = auto.from_pretrained(
@@ -244,9 +244,9 @@ def load_exported(directory: Path, kind: str) -> Exported:
                 dtype=torch.float32,
                 use_safetensors=True,
                 output_loading_info=True,
-                **options,
+                **LOCAL_ONLY,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **LOCAL_ONLY)
     except MemoryError:
         raise
     except Exception as error:  # safetensors and transformers raise plain Exception
@@ -352,10 +352,7 @@ def compare_losses(
     expected = [float(loss) for loss in recorded["sample_losses"]]
     device = next(exported.model.parameters()).device
     losses = sample_losses(task, exported.model, device, len(expected), beat)
-    mean_before, mean_after = (
-        sum(expected) / len(expected),
-        sum(losses) / len(losses),
-    )
+    mean_before, mean_after = sum(expected) / len(expected), sum(losses) / len(losses)
     tolerance, least = TOLERANCES[recorded["precision"]]
     difference = abs(mean_after - mean_before) / max(abs(mean_before), least)
     report = {
@@ -408,7 +405,7 @@ def _lines(
                 yield "text", text(batch["input_ids"][0])
                 logits = model(**batch).logits[0].float()
                 names = model.config.id2label
-                if config.task.regression or len(logits) == 1:
+                if len(logits) == 1:  # regression
                     yield "label", f"{float(labels):g}"
                     yield "prediction", f"{float(logits[0]):.3f}"
                 else:

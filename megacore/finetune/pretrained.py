@@ -45,7 +45,7 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
     refuse_remote_code(model.path, directory)
     refuse_quantized(model.path, directory)
     return _loaded(
-        model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_LOCAL_ONLY)
+        model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **LOCAL_ONLY)
     )
 
 
@@ -138,7 +138,7 @@ def read_tokenizer(
     from transformers import AutoTokenizer
 
     directory = pretrained_directory / MODEL_DIRECTORY
-    load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **_LOCAL_ONLY)  # noqa: E731
+    load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **LOCAL_ONLY)  # noqa: E731
     tokenizer = _loaded(model.path, "tokenizer", load)
     if not len(tokenizer):
         raise ConfigError(
@@ -183,7 +183,7 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-_LOCAL_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Options that prevent downloads and the execution of code that comes with a model."""
 
 

@@ -8,21 +8,17 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
+from megacore.finetune.task import FinetuneTask, build_task
 from megacore.finetune.trainer import MOST_SKIPPED, Step, prepare
 from megacore.hardware import resolve_precision
 from megacore.jobs.finetune import ProbeJob
 from megacore.train.memory import translate_memory_errors
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedModel
 
 GPU_SHARE = 0.95
 """Share of a GPU's memory that PyTorch may use if no limit is configured. The rest is for the
@@ -90,8 +86,10 @@ def take_steps(
     steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)
     batches = job.ranks * train.gradient_accumulation_steps * steps
     directory = Path(job.run_directory)
-    longest = Longest(task, train.micro_batch_size, batches)
-    trainer = prepare(job.config, longest, precision=precision, device=device, directory=directory)
+    rows = Repeated(task.largest_rows(train.micro_batch_size), batches)
+    trainer = prepare(
+        job.config, task, precision=precision, device=device, directory=directory, rows=rows
+    )
     taken = skipped = 0
 
     def count(step: Step) -> None:
@@ -113,40 +111,6 @@ def take_steps(
 
 class _EnoughError(Exception):
     """Exception that leaves the Trainer's loop."""
-
-
-class Longest:
-    """Task whose training split repeats one micro batch of its longest samples."""
-
-    def __init__(self, task: FinetuneTask, batch: int, batches: int) -> None:
-        """Create a training split of `batches` micro batches of `batch` samples each."""
-        self.tokenizer, self.metric, self.larger_is_better = (
-            task.tokenizer,
-            task.metric,
-            task.larger_is_better,
-        )
-        self._task = task
-        self._rows = Repeated(task.largest_rows(batch), batches)
-
-    def split(self, name: Split) -> Any:
-        """Return the samples of a split."""
-        return self._rows if name == "train" else self._task.split(name)
-
-    def build_model(self) -> "PreTrainedModel":
-        """Build the task's model."""
-        return self._task.build_model()
-
-    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return a padded batch of samples."""
-        return self._task.collate(rows)
-
-    def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """Return samples of the greatest length."""
-        return self._task.largest_rows(count)
-
-    def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> Scorer:
-        """Return the task's scorer."""
-        return self._task.scorer(accelerator, model)
 
 
 class Repeated(Sequence[Mapping[str, Any]]):

@@ -27,7 +27,13 @@ from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, SEGMENTS, read_task
 from megacore.finetune.metrics import Answer
-from megacore.finetune.pretrained import MODEL_DIRECTORY, quiet, read_model_config, read_tokenizer
+from megacore.finetune.pretrained import (
+    LOCAL_ONLY,
+    MODEL_DIRECTORY,
+    quiet,
+    read_model_config,
+    read_tokenizer,
+)
 from megacore.train.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -81,7 +87,7 @@ class FinetuneTask(Protocol):
         """
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return a padded batch of samples.
+        """Return a padded batch of samples with its attention_mask.
 
         The arrays have shape [b, s], or [b, c, s] with c choices of each sample. Labels are [b] or
         [b, s], with -100 at positions without a loss.
@@ -155,30 +161,28 @@ class TransformersTask:
 
         kind = getattr(transformers, AUTO_CLASSES[self.config.task.kind])
         config = self.model_config()
-        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         model: PreTrainedModel
         with quiet(), _seeded(self.config.seed):
             if self.config.model.random_weights:
-                model = kind.from_config(config, **options)
+                model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
                 return model
             try:
-                directory: Path | None = self._pretrained / MODEL_DIRECTORY
+                directory = self._pretrained / MODEL_DIRECTORY
+                weights: dict[str, torch.Tensor] | None = None
                 if self.config.model.new_head and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
                     # Under ZeRO-3 transformers loads every weight unchecked, so pass only the
                     # fitting ones.
                     kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-                    options["state_dict"] = _fitting_weights(
-                        self._pretrained / MODEL_DIRECTORY, kind, config
-                    )
-                    directory = None
+                    weights = _fitting_weights(directory, kind, config)
                 model, info = kind.from_pretrained(
-                    directory,
+                    directory if weights is None else None,
                     config=config,
-                    local_files_only=True,
+                    state_dict=weights,
+                    dtype=torch.float32,
                     use_safetensors=True,
                     output_loading_info=True,
                     ignore_mismatched_sizes=self.config.model.new_head,
-                    **options,
+                    **LOCAL_ONLY,
                 )
             except Exception as error:  # safetensors raises plain Exception
                 if is_out_of_memory(error):
@@ -482,9 +486,3 @@ def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def token_count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the number of tokens of a batch without padding, on the batch's device."""
-    mask = batch.get("attention_mask")
-    return (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum()

@@ -1,7 +1,7 @@
 """Extension of transformers' Trainer that calls back before and after each optimizer step."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from megacore.finetune.distribution import (
 from megacore.finetune.examples import LABELS
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.resolve import Schedule
-from megacore.finetune.task import FinetuneTask, batch_loss, rows_of, token_count
+from megacore.finetune.task import FinetuneTask, batch_loss, rows_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -138,7 +138,7 @@ class StepTrainer(Trainer):
         self._lr = float(optimizer.param_groups[0]["lr"])
         self._batches += 1
         self._samples += len(inputs["input_ids"])
-        self._tokens.append(token_count(inputs))
+        self._tokens.append(inputs["attention_mask"].sum())
         with _no_scale_left(self._config):
             return super().training_step(model, inputs, *values, **named)
 
@@ -242,6 +242,7 @@ def prepare(
     precision: str,
     device: torch.device,
     directory: Path,
+    rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> StepTrainer:
     """Build the task's model and the trainer for the ranks that have joined.
 
@@ -251,6 +252,7 @@ def prepare(
         precision: fp32, bf16 or fp16, resolved.
         device: device of this rank.
         directory: directory of the run.
+        rows: samples to train on; None means the task's training split.
 
     Raises:
         ConfigError: the configuration needs a feature that this host or model lacks.
@@ -259,7 +261,7 @@ def prepare(
     """
     from transformers import Trainer
 
-    rows = rows_of(task, "train")
+    rows = rows_of(task, "train") if rows is None else rows
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     schedule = Schedule.of(config.train, len(rows), ranks)
     arguments = training_arguments(

@@ -369,7 +369,7 @@ def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "deep.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b'{"a": ' + b"[" * 200_000 + b"\n")
     with pytest.raises(DataFormatError, match=r"deep\.jsonl, line 2: not JSON"):
-        dataset._check_lines(path)
+        dataset._refuse_unreadable(path, ".jsonl", tmp_path)
 
 
 @pytest.mark.parametrize(

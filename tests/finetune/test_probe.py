@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,6 @@ def test_endless_overflow_is_a_loss_error(tmp_path: Path, monkeypatch: pytest.Mo
 
 def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: OverflowingStepper) -> None:
     monkeypatch.setattr(probe, "prepare", lambda *_, **__: stepper)
-    monkeypatch.setattr(probe, "Longest", lambda *_: None)
     values = {
         "pretrained_directory": "",
         "examples_directory": "",
@@ -172,7 +172,8 @@ def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: Overflowing
     job = ProbeJob(
         config=config, ranks=1, threads_per_rank=1, output="", steps=2, memory_limit=None, **values
     )
-    probe.take_steps(job, None, CPU, lambda step: None)  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(largest_rows=lambda count: [])
+    probe.take_steps(job, task, CPU, lambda step: None)
 
 
 def test_repeated_rows_are_not_copied() -> None:
