@@ -92,13 +92,12 @@ class Iteration(MicroBatch):
         """Return the predicted time. Raises ParallelLayoutError if the layout is impossible."""
         chunks = chunks_of(self.config, self.vocab_size)
         stages = self.layout.pipeline
+        by_stage = [chunks[stage::stages] for stage in range(stages)]
         forward = [self.forward(chunk) for chunk in chunks]
         backward = [self.backward(chunk) for chunk in chunks]
         blocking, latency = self._message_times()
-        pace = [
-            sum((forward[index] + backward[index] for index in indices), Pass())
-            for indices in (range(stage, len(chunks), stages) for stage in range(stages))
-        ]
+        both = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
+        pace = [sum(both[stage::stages], Pass()) for stage in range(stages)]
         slowest = max(pace, key=lambda each: each.total)
         sent = 2 * blocking * (len(chunks) // stages)
         makespan = self._makespan(
@@ -110,15 +109,15 @@ class Iteration(MicroBatch):
         )
         sizes = [
             sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in part)
-            for part in (chunks[stage::stages] for stage in range(stages))
+            for part in by_stage
         ]
         layers = [
-            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
-            for stage in range(stages)
+            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in part)
+            for part in by_stage
         ]
         others = [
-            size - muon_elements(self.config, chunks[stage::stages])
-            for stage, size in enumerate(sizes)
+            size - muon_elements(self.config, part)
+            for size, part in zip(sizes, by_stage, strict=True)
         ]
         micro, mean = self.micro_batches, sum(pace, Pass()) * (1 / stages)
         parts = Prediction(

@@ -11,7 +11,7 @@ next one exceeds the last reported time: the reported ones are the best of all
 import heapq
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -199,6 +199,11 @@ class _Space:
         """Count candidates that are refused for a reason."""
         self.notes[reason] = self.notes.get(reason, 0) + count
 
+    def note_refusal(self, problem: str, count: int = 1) -> None:
+        """Count candidates that a check refuses, with the first refusal of this kind as reason."""
+        kind = tuple(sorted(set(_NAMES.findall(problem))))
+        self.note(self.examples.setdefault(kind, problem), count)
+
     def note_memory(self, needed: float, count: int = 1) -> None:
         """Count candidates that need at least `needed` bytes, which are too many."""
         self.too_large += count
@@ -258,15 +263,30 @@ class _Space:
         ]
         variants = len(schedules) * len(sequence) * len(_RECOMPUTES)
         self.total += variants
-        sizes = tensor, pipeline, 1, data, micro, zero[0]
+        simplest = Choice(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=1,
+            data=data,
+            micro_batch=micro,
+            zero=zero[0],
+            recompute="none",
+            sequence_parallel=False,
+            partition="balanced",
+            context=context,
+        )
         # What refuses the simplest variant refuses the others too.
-        if self._refuses(Choice(*sizes, "none", False, "balanced", context), variants):
+        if self._refuses(simplest, variants):
             return
         for divided in sequence:
             choices = [
-                Choice(
-                    *(tensor, pipeline, chunks, data, micro, stage, "none"),
-                    *(divided, partition, context, delayed),
+                replace(
+                    simplest,
+                    virtual=chunks,
+                    zero=stage,
+                    sequence_parallel=divided,
+                    partition=partition,
+                    delayed=delayed,
                 )
                 for chunks, stage, partition, delayed in schedules
             ]
@@ -285,8 +305,7 @@ class _Space:
         refusal = refused(self.checked[key], choice.layout, self.padded)
         if refusal is None:
             return False
-        kind = tuple(sorted(set(_NAMES.findall(refusal.problem))))
-        self.note(self.examples.setdefault(kind, refusal.problem), variants)
+        self.note_refusal(refusal.problem, variants)
         return True
 
     def _virtual(self, pipeline: int) -> list[int]:
@@ -339,9 +358,7 @@ class _Space:
                 self.note("recompute selectively what fused attention does not store", len(small))
                 continue
             bound = micro_batches * sum(shape.times(whole)) / first.pipeline
-            variants = tuple(
-                Choice(**(vars(choice) | {"recompute": recompute})) for choice in small
-            )
+            variants = tuple(replace(choice, recompute=recompute) for choice in small)
             self._push(bound * self._waiting, _Group(variants))
 
     def _frees_attention(self, config: RunConfig) -> bool:
@@ -361,12 +378,9 @@ class _Space:
         return 1 + self.machine.straggler * math.log2(nodes)
 
     def _shape(self, choice: Choice, recompute: Recompute) -> "_Shape":
-        key = (
-            *(choice.tensor, choice.context, choice.micro_batch),
-            *(choice.sequence_parallel, recompute),
-        )
+        key = choice.tensor, choice.context, choice.micro_batch, choice.sequence_parallel, recompute
         if key not in self.shapes:
-            config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
+            config = replace(choice, recompute=recompute).applied(self.config)
             layout = choice.layout
             self.shapes[key] = _Shape(
                 Iteration(config, self.vocab_size, self.machine, layout, self.precision, self.cores)
@@ -443,8 +457,7 @@ class _Space:
         try:
             layout_of(iteration.config, self.ranks, self.vocab_size)
         except ParallelLayoutError as error:
-            kind = tuple(sorted(set(_NAMES.findall(str(error)))))
-            self.note(self.examples.setdefault(kind, str(error)))
+            self.note_refusal(str(error))
             return
         memory = memory_of(iteration)
         if memory > self.limit:

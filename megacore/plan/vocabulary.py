@@ -62,10 +62,7 @@ def _lines(file: Path, setting: str) -> int:
         with regular(file).open(encoding="utf-8", newline="\n") as lines:
             return sum(1 for _ in lines)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}: the vocabulary {file} cannot be read ({reason_of(error)}): correct the "
-            "path"
-        ) from error
+        raise _unreadable(setting, f"vocabulary {file}", error) from error
 
 
 def _pieces(file: Path, setting: str) -> int:
@@ -75,9 +72,7 @@ def _pieces(file: Path, setting: str) -> int:
     try:
         return int(SentencePieceProcessor(model_proto=regular(file).read_bytes()).get_piece_size())
     except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"{setting}: the model {file} cannot be read ({reason_of(error)}): correct the path"
-        ) from error
+        raise _unreadable(setting, f"model {file}", error) from error
 
 
 def _entries(file: Path, setting: str) -> int:
@@ -85,10 +80,7 @@ def _entries(file: Path, setting: str) -> int:
     try:
         content = read_json(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}: the vocabulary {file} cannot be read ({reason_of(error)}): correct the "
-            "path"
-        ) from error
+        raise _unreadable(setting, f"vocabulary {file}", error) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(
             f"{setting}: {file} holds no vocabulary: give a vocab.json or tokenizer.json"
@@ -101,3 +93,9 @@ def _entries(file: Path, setting: str) -> int:
         )
         return len(names | added)
     return len(content)
+
+
+def _unreadable(setting: str, what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{setting}: the {what} cannot be read ({reason_of(error)}): correct the path"
+    )
