@@ -1,6 +1,6 @@
 """Numbers of ranks and CPU threads of a launch, and the resulting layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.launch import LaunchConfig
@@ -30,6 +30,26 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
     except ValueError as error:
         raise ParallelLayoutError(str(error)) from error
     return RankLayout.of(config.parallel, ranks)
+
+
+def dividing_hosts(
+    config: RunConfig, ranks: Sequence[int], least: int, vocab_size: int | None
+) -> int:
+    """Return the largest number of first hosts whose ranks can share the model and its batch.
+
+    `ranks` are those of each host. Raises ParallelLayoutError, for the ranks of all hosts, if no
+    number from `least` on works.
+    """
+    refused: ParallelLayoutError | None = None
+    for number in range(len(ranks), least - 1, -1):
+        try:
+            layout_of(config, sum(ranks[:number]), vocab_size)
+        except ParallelLayoutError as error:
+            refused = refused or error
+        else:
+            return number
+    assert refused is not None, f"there are {len(ranks)} hosts, and at least {least} are needed"
+    raise refused
 
 
 def ranks_per_host(launch: LaunchConfig, ranks: int) -> int:

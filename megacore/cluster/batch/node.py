@@ -38,7 +38,7 @@ from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import LaunchError, MegacoreError, ParallelLayoutError, RankLostError
 from megacore.launch.exit_reason import LAUNCHER_REASON, remove_rank_files, write_launcher_reason
 from megacore.launch.guard import KILL_LIMIT, catches, guarded
-from megacore.plan.layouts import layout_of
+from megacore.plan.layouts import dividing_hosts
 
 _POLL = 0.5
 _NAME_SECONDS = 45.0
@@ -228,7 +228,8 @@ class _Signals:
 def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
     """Return `node` with `names` reduced to the nodes that take part, usually all of them.
 
-    They are the longest prefix of the nodes whose ranks can share the model and its batch.
+    Raises LaunchError for another number of nodes than requested, ParallelLayoutError if no number
+    divides the model and its batch.
     """
     minimum, maximum = spec.nodes
     if not minimum <= len(node.names) <= maximum:
@@ -241,15 +242,16 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
     if "config" not in values or minimum == maximum:
         return node
     config = RunConfig.model_validate(with_current_names(values["config"]))
-    for nodes in range(len(node.names), minimum - 1, -1):
-        with contextlib.suppress(ParallelLayoutError):
-            layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
-            return replace(node, names=node.names[:nodes])
-    raise ParallelLayoutError(
-        f"the scheduler gave {len(node.names)} machines, and no number of machines from {minimum} "
-        f"to {len(node.names)} gives ranks by which the model and its batch divide: correct "
-        "launch.nnodes or train.global_batch_size"
-    )
+    ranks = [spec.ranks_per_node] * len(node.names)
+    try:
+        nodes = dividing_hosts(config, ranks, minimum, values.get("vocab_size"))
+    except ParallelLayoutError as error:
+        raise ParallelLayoutError(
+            f"the scheduler gave {len(node.names)} machines, and no number of machines from "
+            f"{minimum} to {len(node.names)} gives ranks by which the model and its batch divide: "
+            "correct launch.nnodes or train.global_batch_size"
+        ) from error
+    return replace(node, names=node.names[:nodes])
 
 
 def _meet(spec: BatchSpec, node: JobNode, signals: _Signals) -> Meeting | None:

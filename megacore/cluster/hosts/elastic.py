@@ -8,8 +8,8 @@ from megacore.cluster.hosts.hardware import ANSWER_LIMIT
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
 from megacore.config.run import RunConfig
-from megacore.errors import HostLostError, LaunchError, ParallelLayoutError
-from megacore.plan.layouts import layout_of
+from megacore.errors import HostLostError, LaunchError
+from megacore.plan.layouts import dividing_hosts
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ def choose_hosts(
             if attempt > 1
             else LaunchError(f"{message}: correct launch.hostfile or ssh")
         )
-    chosen = _dividing(config, {host: listed[host] for host in fit[:maximum]}, minimum, vocab_size)
+    possible = [listed[host] for host in fit[:maximum]]
+    count = dividing_hosts(config, possible, minimum, vocab_size)
+    chosen = {host: listed[host] for host in fit[:count]}
     left_out = [host for host in fit if host not in chosen]
     _log.log(
         logging.WARNING if unfit else logging.INFO,
@@ -84,21 +86,3 @@ def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
             if count < slots[host]
         }
     return unfit
-
-
-def _dividing(
-    config: RunConfig, hosts: dict[str, int], minimum: int, vocab_size: int | None
-) -> dict[str, int]:
-    """Return the longest prefix of `hosts` whose ranks can share the model and its batch."""
-    refused: ParallelLayoutError | None = None
-    for number in range(len(hosts), minimum - 1, -1):
-        chosen = dict(list(hosts.items())[:number])
-        try:
-            layout_of(config, sum(chosen.values()), vocab_size)
-        except ParallelLayoutError as error:
-            refused = refused or error
-        else:
-            return chosen
-    raise refused or ParallelLayoutError(
-        f"launch.nnodes is {config.launch.nnodes}: no machine is left"
-    )
