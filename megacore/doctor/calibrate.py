@@ -406,14 +406,13 @@ def _run_ranks(
             assert process.stdin is not None
             process.stdin.write(json.dumps(values).encode())
             process.stdin.close()
-        while any(process.poll() is None for process in processes):
+        running = True
+        while running:
+            running = any(process.poll() is None for process in processes)
             failed = next((i for i, each in enumerate(processes) if each.poll()), None)
-            if failed is not None or time.monotonic() > ends:
+            if failed is not None or (running and time.monotonic() > ends):
                 raise LaunchError(_failure(folder, failed, processes, limit))
             time.sleep(0.05)
-        failed = next((i for i, each in enumerate(processes) if each.poll()), None)
-        if failed is not None:
-            raise LaunchError(_failure(folder, failed, processes, limit))
     finally:
         for process in processes:
             if process.poll() is None:

@@ -83,11 +83,11 @@ def _ninja() -> str | None:
     return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
 
 
-def _output(*command: str, text: str = "") -> str:
+def _output(*command: str) -> str:
     """Return the output of a program; empty if it fails."""
     try:
         return subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=True
+            command, input="", capture_output=True, text=True, timeout=_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -283,7 +283,7 @@ def _builders() -> Iterator[tuple[dict[str, Any], set[str]]]:
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None
     root = (spec.submodule_search_locations or [""])[0]
-    before = _take_modules("deepspeed")
+    before = _take_deepspeed()
     for name, folder in (("deepspeed", Path(root)), ("deepspeed.ops", Path(root, "ops"))):
         package = ModuleType(name)
         package.__path__ = [str(folder)]
@@ -296,13 +296,13 @@ def _builders() -> Iterator[tuple[dict[str, Any], set[str]]]:
         same = build.accelerator_name == accelerator._name
         yield builders, {name for name, done in build.installed_ops.items() if done and same}
     finally:
-        _take_modules("deepspeed")
+        _take_deepspeed()
         sys.modules |= before
 
 
-def _take_modules(package: str) -> dict[str, ModuleType]:
-    """Remove a package's modules from those that are imported, and return them."""
-    names = [name for name in sys.modules if name.split(".")[0] == package]
+def _take_deepspeed() -> dict[str, ModuleType]:
+    """Remove DeepSpeed's modules from those that are imported, and return them."""
+    names = [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
     return {name: sys.modules.pop(name) for name in names}
 
 
