@@ -66,14 +66,13 @@ def lm_eval(config: RunConfig, export: Artifact, run: ScoredRun) -> StageResult:
 
 
 def _job(config: RunConfig, model: Path, scratch: Path) -> LmEvalJob:
-    values = config.evaluate.lm_eval
-    directory = values.include_path
+    settings = config.evaluate.lm_eval
+    if settings.include_path is not None:
+        path = str(Path(settings.include_path).absolute())
+        settings = settings.model_copy(update={"include_path": path})
     return LmEvalJob(
         model_directory=str(model),
-        tasks=values.tasks,
-        include_path=None if directory is None else str(Path(directory).absolute()),
-        num_fewshot=values.num_fewshot,
-        limit=values.limit,
+        settings=settings,
         batch_size=config.evaluate.micro_batch_size,
         ranks=1,
         threads_per_rank=config.launch.threads_per_rank or Hardware.detect().cores,

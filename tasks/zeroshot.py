@@ -91,10 +91,9 @@ def zeroshot_checkpoint(
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(run.directory, f"zeroshot-{key.key}")
         job = _job(config, Path(target.path), tokenizer, scratch)
-        if job.passkey.lengths:
-            check_passkeys(
-                load_tokenizer(tokenizer.path), job.passkey, config.max_position_embeddings
-            )
+        passkey = config.evaluate.zero_shot.passkey
+        if passkey.lengths:
+            check_passkeys(load_tokenizer(tokenizer.path), passkey, config.max_position_embeddings)
         module = "megacore.ranks.zeroshot"
         poll = log_tail(scratch / log_name(module)).poll
         with devices(config.launch, trains=False):
@@ -143,6 +142,7 @@ def _job(config: RunConfig, checkpoint: Path, tokenizer: Artifact, scratch: Path
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size)
     ranks, threads = resolve_launch(config, hardware, vocab_size, hosts=hosts)
+    paths = {name: _absolute(getattr(zero_shot, name)) for name in ("wikitext", "lambada")}
     on_gpus = bool(hardware.gpus) or unseen_gpus(config.launch, hardware) is not None
     return ZeroShotJob(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
@@ -151,11 +151,8 @@ def _job(config: RunConfig, checkpoint: Path, tokenizer: Artifact, scratch: Path
         precision=precision_of(config) if on_gpus else "fp32",
         batch_size=config.evaluate.micro_batch_size,
         tokenizer_directory=tokenizer.path,
-        wikitext=_absolute(zero_shot.wikitext),
-        lambada=_absolute(zero_shot.lambada),
-        passkey=zero_shot.passkey,
+        settings=zero_shot.model_copy(update=paths),
         seq_length=config.data.seq_length,
-        overlapping_eval=zero_shot.overlapping_eval,
         ranks=ranks,
         threads_per_rank=threads,
         hosts=hosts,

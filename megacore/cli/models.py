@@ -91,6 +91,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint or an export on texts that it was not trained on, and on passkeys."""
     from megacore.artifact.files import write_json
+    from megacore.config.train import ZeroShotConfig
     from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
     from megacore.observe.runs import named_directory
@@ -116,11 +117,13 @@ def evaluate(
         job = ZeroShotJob(
             source=source,
             tokenizer_directory=str(model_source.tokenizer_directory(source, tokenizer)),
-            wikitext=None if wikitext is None else str(wikitext.absolute()),
-            lambada=None if lambada is None else str(lambada.absolute()),
-            passkey=passkeys,
+            settings=ZeroShotConfig(
+                wikitext=None if wikitext is None else str(wikitext.absolute()),
+                lambada=None if lambada is None else str(lambada.absolute()),
+                passkey=passkeys,
+                overlapping_eval=overlapping_eval,
+            ),
             seq_length=length,
-            overlapping_eval=overlapping_eval,
             batch_size=batch_size,
             **ranks_of(source.spec, tensor_model_parallel_size, data_parallel_size, precision),
             **places(scratch),

@@ -12,7 +12,7 @@ from typing import Any
 
 from megacore.config.base import Section
 from megacore.config.spec import ModelSpec
-from megacore.config.train import PasskeyConfig, Precision
+from megacore.config.train import LmEvalConfig, Precision, ZeroShotConfig
 from megacore.errors import ConfigError
 from megacore.jobs.run import RankJob
 from megacore.parallel.rank_layout import RankLayout
@@ -139,16 +139,10 @@ class ZeroShotJob(ModelJob):
 
     tokenizer_directory: str
     """Directory with tokenizer.json."""
-    wikitext: str | None
-    """Path of WikiText's test split; null means that it is not scored."""
-    lambada: str | None
-    """Path of LAMBADA's test split; null means that it is not scored."""
-    passkey: PasskeyConfig
-    """Test of retrieval; without lengths it is not made."""
+    settings: ZeroShotConfig
+    """Texts with absolute paths, their windows, and passkeys."""
     seq_length: int
     """Length of a window in tokens."""
-    overlapping_eval: int | None
-    """Distance between the starts of windows in tokens; null means seq_length."""
 
 
 class LmEvalJob(ResultJob):
@@ -156,14 +150,8 @@ class LmEvalJob(ResultJob):
 
     model_directory: str
     """Transformers directory of the model and its tokenizer."""
-    tasks: tuple[str, ...]
-    """Names of tasks, groups or tags."""
-    include_path: str | None
-    """Directory of additional tasks."""
-    num_fewshot: int | None
-    """Examples before each question; null means the number of each task."""
-    limit: int | None
-    """Largest number of questions of each task; null means all."""
+    settings: LmEvalConfig
+    """Tasks and their options; `include_path` is absolute."""
     batch_size: int
     """Sequences of one forward pass."""
 

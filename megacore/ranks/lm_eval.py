@@ -32,10 +32,10 @@ def score_export(job: LmEvalJob) -> None:
     torch.set_num_threads(job.threads_per_rank)
     scores = score_model(
         Path(job.model_directory),
-        job.tasks,
-        include_path=job.include_path,
-        num_fewshot=job.num_fewshot,
-        limit=job.limit,
+        job.settings.tasks,
+        include_path=job.settings.include_path,
+        num_fewshot=job.settings.num_fewshot,
+        limit=job.settings.limit,
         batch_size=job.batch_size,
         device=str(choose_device()),
     )

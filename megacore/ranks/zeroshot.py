@@ -27,6 +27,7 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
     from megacore.ranks.process import joined_model
     from megacore.tokenizer import load_tokenizer
     from megacore.zeroshot.score import ZeroshotScorer
+    from megacore.zeroshot.texts import read_lambada, read_wikitext
 
     tokenizer = load_tokenizer(job.tokenizer_directory)
     with joined_model(job) as (model, mesh, device):
@@ -37,19 +38,15 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
         scorer = ZeroshotScorer(
             model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size
         )
-        scores = {}
-        if job.wikitext is not None:
-            from megacore.zeroshot.texts import read_wikitext
-
-            text = read_wikitext(Path(job.wikitext), tokenizer)
-            scores["wikitext"] = asdict(scorer.wikitext(text, job.seq_length, job.overlapping_eval))
-        if job.lambada is not None:
-            from megacore.zeroshot.texts import read_lambada
-
-            passages = read_lambada(Path(job.lambada), tokenizer)
-            scores["lambada"] = asdict(scorer.lambada(passages, job.seq_length))
-        if job.passkey.lengths:
-            scores["passkey"] = asdict(scorer.passkey(tokenizer, job.passkey))
+        scores, settings, length = {}, job.settings, job.seq_length
+        if settings.wikitext is not None:
+            text = read_wikitext(Path(settings.wikitext), tokenizer)
+            scores["wikitext"] = asdict(scorer.wikitext(text, length, settings.overlapping_eval))
+        if settings.lambada is not None:
+            passages = read_lambada(Path(settings.lambada), tokenizer)
+            scores["lambada"] = asdict(scorer.lambada(passages, length))
+        if settings.passkey.lengths:
+            scores["passkey"] = asdict(scorer.passkey(tokenizer, settings.passkey))
         if mesh.rank == 0:
             write_json(Path(job.output), scores)
 

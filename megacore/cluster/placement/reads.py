@@ -126,7 +126,8 @@ def _read_by(job: PlacedJob) -> Iterator[_Read]:
             yield "DeepSpeed's operator", directory, []
     if isinstance(job, ZeroShotJob):
         yield _tokenizer(job.tokenizer_directory)
-        for name, text in (("wikitext", job.wikitext), ("lambada", job.lambada)):
+        texts = {"wikitext": job.settings.wikitext, "lambada": job.settings.lambada}
+        for name, text in texts.items():
             if text is not None:
                 path = Path(text).absolute()
                 yield f"text {name}", path, [path]

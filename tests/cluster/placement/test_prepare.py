@@ -371,11 +371,8 @@ def test_zero_shot_job_reads_model_tokenizer_and_texts(data: Path, tmp_path: Pat
         "batch_size": 1,
         "output": str(scratch / "scores.json"),
         "tokenizer_directory": str(data / "index"),
-        "wikitext": None,
-        "lambada": str(tmp_path / "lambada.jsonl"),
-        "passkey": {},
+        "settings": {"lambada": str(tmp_path / "lambada.jsonl")},
         "seq_length": 8,
-        "overlapping_eval": None,
     }
     for directory, exported in ((checkpoint, False), (tmp_path / "exported", True)):
         source = ModelSource(directory=str(directory), exported=exported, spec=spec)
