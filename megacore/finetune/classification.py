@@ -1,6 +1,5 @@
 """Classification and regression of single texts and text pairs."""
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from megacore.finetune.examples import (
 )
 from megacore.finetune.metrics import classification_metrics
 from megacore.finetune.task import Batch, TransformersTask, without_labels
+from megacore.foreign.files import similar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -230,10 +230,7 @@ def _classes(
                 f"but the train split has the names {_listed(names)}: write names in all splits, "
                 "or list them in task.labels in the order of the numbers"
             )
-        close = (
-            difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
-        )
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = similar(name, names) if isinstance(name, str) else ""
         if list(numbered) == list(range(len(names))):
             hint = f", numbered 0 to {len(names) - 1}{hint}"
         raise DataFormatError(

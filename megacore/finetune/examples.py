@@ -3,7 +3,6 @@
 The stage refuses invalid data, and models that do not fit the task.
 """
 
-import difflib
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from megacore.finetune.pretrained import (
     read_model_type,
     read_tokenizer,
 )
+from megacore.foreign.files import similar
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -122,12 +122,10 @@ def check_columns(
     """
     for field, column in {**texts, **(others or {})}.items():
         if column not in rows.column_names:
-            close = difflib.get_close_matches(column, rows.column_names, n=1, cutoff=0.5)
-            hint = f" (did you mean {close[0]}?)" if close else ""
             raise DataFormatError(
                 f"task.{field} is {column!r}, but the {split} split has the columns "
-                f"{', '.join(rows.column_names)}"
-                f"{hint}: name one of them"
+                f"{', '.join(rows.column_names)}{similar(column, rows.column_names)}: name one of "
+                "them"
             )
     for field, column in texts.items():
         _check_text(rows, split, field, column)

@@ -267,10 +267,13 @@ def shortened(text: str, limit: int = 200) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return a hint in parentheses: the most similar known name, else all known names."""
+    return similar(name, known) or (f" (known: {', '.join(known)})" if known else "")
+
+
+def similar(name: str, known: Sequence[str]) -> str:
+    """Return a hint in parentheses, the most similar known name; empty if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean {close[0]}?)"
-    return f" (known: {', '.join(known)})" if known else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
