@@ -185,8 +185,8 @@ def _shared_workspace(judgement: Judgement, facts: Facts, host: str, value: dict
         judgement.note(host, "not seen here")
         judgement.error(
             host,
-            f"what {host} writes to {path} is not seen on this machine within 5 s: look at the "
-            "file system's caching (NFS: actimeo, lookupcache)",
+            f"what {host} writes to {path} is not seen on this machine within {_WAIT:g} s: look "
+            "at the file system's caching (NFS: actimeo, lookupcache)",
         )
     else:
         judgement.note(host, "the same directory, read and written")

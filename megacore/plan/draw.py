@@ -10,12 +10,11 @@ from megacore.artifact.files import replace_file, workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.pipeline_parallel.schedules import Direction, Span, Timeline
 from megacore.plan.memory import GIB
+from megacore.plan.search_result import FRONT, SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from megacore.plan.search_result import SearchResult
 
 SUFFIXES = (".svg", ".png")
 
@@ -65,7 +64,7 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
     return save_figure(schedule_figure(timeline, name), path)
 
 
-def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
+def draw_search(result: SearchResult, path: Path, name: str) -> Path:
     """Draw the simulated layouts of a search with `front`, and return the path of the picture.
 
     The picture has a point for each layout, at its time and its memory. The layouts of which no
@@ -112,7 +111,7 @@ def check_drawable(path: Path, option: str = "--draw") -> None:
 
 
 def search_figure(
-    result: "SearchResult", name: str, marks: Mapping[str, tuple[float, float]] | None = None
+    result: SearchResult, name: str, marks: Mapping[str, tuple[float, float]] | None = None
 ) -> "Figure":
     """Return the figure that `draw_search` writes.
 
@@ -158,7 +157,7 @@ def search_figure(
     axes.set_xlabel(
         f"memory of the rank that needs most, of {machine.memory_gib:.4g} GiB\n\n{names}\n\n"
         f"{len(result.evaluated)} of {result.total:,} candidates are simulated: layouts of more "
-        "than 1.5 times the least time may need less memory",
+        f"than {FRONT:g} times the least time may need less memory",
         loc="left",
         fontsize=9,
     )

@@ -29,7 +29,14 @@ from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB, muon_elements
-from megacore.plan.search_result import Candidate, Choice, Partition, Refused, SearchResult
+from megacore.plan.search_result import (
+    FRONT,
+    Candidate,
+    Choice,
+    Partition,
+    Refused,
+    SearchResult,
+)
 from megacore.plan.table import memory_of
 from megacore.plan.zero import ELEMENT_BYTES, zero_bytes
 
@@ -37,8 +44,6 @@ _Kind = tuple[int, int, bool, bool, bool, bool]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 FILLED = 0.97
 """Largest share of a device's memory that a layout may be predicted to need."""
-_FRONT = 1.5
-"""Time, relative to the fastest layout, to which the Pareto front is complete."""
 _PART = 1024
 """Least number of tokens of a sequence that the search gives a context-parallel rank."""
 _NAMES = re.compile(r"[a-z_]+\.[a-z_]+|padded vocabulary|chunks|micro batches")
@@ -90,7 +95,7 @@ def search(
             space.evaluate(item)
     best = tuple(space.evaluated[:top])
     if front and best:
-        space.extend_front(_FRONT * best[0].seconds)
+        space.extend_front(FRONT * best[0].seconds)
     rest = space.beaten + sum(
         len(item.choices) if isinstance(item, _Group) else 1 for _, _, item in space.heap
     )

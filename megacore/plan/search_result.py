@@ -19,6 +19,8 @@ from megacore.plan.prediction import Prediction
 from megacore.plan.throughput import SECONDS_PER_DAY
 
 Partition = Literal["balanced", "uniform"]
+FRONT = 1.5
+"""Time, relative to the fastest layout, to which the Pareto front of a search is complete."""
 _ERRORS = {"A100": 0.06, "H100": 0.074}
 """Mean errors of predicted times against published runs, by a word of the device's name: A100 on
 one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
