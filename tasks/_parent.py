@@ -10,10 +10,10 @@ from urllib.parse import unquote, urlparse
 from megacore.artifact import Manifest, Workspace, lock
 from megacore.artifact.files import read_object, sync_tree, workspace_errors, write_json
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.artifact.workspace import DOWNLOADS
+from megacore.artifact.workspace import DOWNLOADS, MODEL_DIRECTORY
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ArtifactError, ConfigError
-from megacore.finetune.pretrained import CONFIG_NAME, LINEAGE_NAME, MODEL_DIRECTORY, local_directory
+from megacore.finetune.pretrained import CONFIG_NAME, LINEAGE_NAME, local_directory
 from megacore.redact import redact
 from tasks._mlflow import Tracking
 

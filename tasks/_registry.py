@@ -22,7 +22,7 @@ import yaml
 
 from megacore.artifact.files import canonical_json, read_object
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
-from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
+from megacore.artifact.workspace import MODEL_DIRECTORY, PARITY_FILE, SAMPLE_FILE
 from megacore.errors import ConversionError
 from tasks._aliases import Measurement, move_aliases
 from tasks._checkpoint_models import Datasets, link_model, log_model_metrics, logged_point
@@ -96,7 +96,7 @@ def publish_model(
         content = model_digest(export_directory)
         lineage = {**tags, DIGEST_TAG: digest, CONTENT_TAG: content}
         model = _ensure_model(
-            tracking, run_id, export_directory / "model", name, iteration, lineage, pairs
+            tracking, run_id, export_directory / MODEL_DIRECTORY, name, iteration, lineage, pairs
         )
         _log_metrics(tracking, run_id, model, metrics, datasets, iteration)
         version = _ensure_version(tracking, run_id, model, name, lineage)
@@ -187,18 +187,19 @@ def model_digest(export_directory: Path) -> str:
     files = (
         Manifest.read(export_directory).files
         if (export_directory / MANIFEST_NAME).is_file()
-        else list_files(export_directory, "model/**/*")
+        else list_files(export_directory, f"{MODEL_DIRECTORY}/**/*")
     )
     content = {
         name: entry.sha256
         for name, entry in files.items()
-        if name.startswith("model/") and name != f"model/{_CARD}"
+        if name.startswith(f"{MODEL_DIRECTORY}/") and name != f"{MODEL_DIRECTORY}/{_CARD}"
     }
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def _check_export(directory: Path) -> None:
-    required = [*(directory / name for name in REPORT_FILES), directory / "model" / "config.json"]
+    model = directory / MODEL_DIRECTORY
+    required = [*(directory / name for name in REPORT_FILES), model / "config.json"]
     missing = [path for path in required if not path.is_file()]
     if missing:
         raise ConversionError(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, MODEL_DIRECTORY
 from megacore.checkpoint.format import protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -105,7 +105,9 @@ def convert(
             "checkpoint": chosen,
             "iteration": scores["iteration"],
             "max_logit_difference": report["max_abs_logit_difference"],
-            "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
+            "model_bytes": sum(
+                path.stat().st_size for path in (directory / MODEL_DIRECTORY).iterdir()
+            ),
         }
 
     return build(config, key, fill, writes=lambda: _model_bytes(config, data.tokenizer))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey, lock
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
@@ -59,7 +60,7 @@ def finetune_export(
         plain = {
             name: value for name, value in report.items() if isinstance(value, (int, float, str))
         }
-        model_bytes = sum(path.stat().st_size for path in (directory / "model").iterdir())
+        model_bytes = sum(path.stat().st_size for path in (directory / MODEL_DIRECTORY).iterdir())
         return {"best": finetuned.counts["best"], **plain, "model_bytes": model_bytes}
 
     with lock(finetuned.directory, shared=True):

@@ -11,6 +11,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import JSON_BYTES, parse_json, read_object
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.start import check_launcher
 from megacore.config.finetune import FinetuneConfig
@@ -103,7 +104,7 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
     """
     hardware = hardware_of(config.launch)
     ranks, threads = resolve_ranks(config, hardware)
-    parameters = parameter_count(pretrained.directory / "model")
+    parameters = parameter_count(pretrained.directory / MODEL_DIRECTORY)
     samples, train = int(examples.counts["train"]), config.train
     schedule = Schedule.of(train, samples, ranks)
     check_warmup(config, schedule)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import read_object, write_json
-from megacore.artifact.workspace import CHECKPOINTS_NAME
+from megacore.artifact.workspace import CHECKPOINTS_NAME, MODEL_DIRECTORY
 from megacore.checkpoint.format import MARKER_NAME
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -51,7 +51,7 @@ def lm_eval(config: RunConfig, export: Artifact, run: ScoredRun) -> StageResult:
 
     def fill(directory: Path) -> dict[str, Any]:
         scratch = fresh_scratch(run.directory, f"lm-eval-{key.key}")
-        job = _job(config, export.directory / "model", scratch)
+        job = _job(config, export.directory / MODEL_DIRECTORY, scratch)
         module = "megacore.ranks.lm_eval"
         poll = log_tail(scratch / log_name(module)).poll
         with devices(config.launch, trains=False):

@@ -11,6 +11,7 @@ from prefect.artifacts import create_link_artifact
 import megacore
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import read_object, write_json
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config import FinetuneConfig, RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.train import HubConfig
@@ -74,7 +75,7 @@ def push(
 
     def fill(directory: Path) -> dict[str, Any]:
         receipt = upload(
-            exported.directory / "model",
+            exported.directory / MODEL_DIRECTORY,
             repository,
             private=config.export.hub_private,
             message=f"Upload {config.name}: run {trained.directory.name}, iteration {iteration}",

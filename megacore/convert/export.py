@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
+from megacore.artifact.workspace import MODEL_DIRECTORY, PARITY_FILE, SAMPLE_FILE
 from megacore.checkpoint.format import reading, verify
 from megacore.convert.counterparts import exportable
 from megacore.convert.hf.forms import hf_form_of
@@ -48,8 +48,6 @@ _LOGITS = 1 << 24
 _CANDIDATES = 5
 """Number of tokens shown for each mask."""
 _SENTINEL = "<extra_id_0>"
-MODEL_DIRECTORY = "model"
-"""Name of the transformers directory in the stage's output."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megacore.artifact.workspace import CHECKPOINTS_NAME, Workspace
+from megacore.artifact.workspace import BEST_NAME, CHECKPOINTS_NAME, MODEL_DIRECTORY, Workspace
 from megacore.checkpoint.format import (
     METADATA_NAME,
     checkpoint_directories,
@@ -68,8 +68,9 @@ def transformers_directory(path: Path) -> Path | None:
     It is `path` itself, the model of an export (`exports/KEY`), or the best model of a fine-tuning
     (`finetuned/KEY`).
     """
-    best = [place for place in path.glob("best/iter_*/model") if ".tmp-" not in place.parent.name]
-    places = (path, path / "model", *sorted(best, reverse=True))
+    pattern = f"{BEST_NAME}/iter_*/{MODEL_DIRECTORY}"
+    best = [place for place in path.glob(pattern) if ".tmp-" not in place.parent.name]
+    places = (path, path / MODEL_DIRECTORY, *sorted(best, reverse=True))
     models = (place for place in places if (place / CONFIG_NAME).is_file())
     return next((place for place in models if not (place / METADATA_NAME).exists()), None)
 

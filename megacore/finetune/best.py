@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megacore.artifact.files import read_object, workspace_errors, write_json
-from megacore.artifact.workspace import BEST_NAME
+from megacore.artifact.workspace import BEST_NAME, MODEL_DIRECTORY
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
 from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from megacore.observe.recorder import Recorder
 
-MODEL_NAME = "model"
 METRICS_NAME = "metrics.json"
 
 
@@ -106,7 +105,7 @@ class BestModelStore:
         def write() -> None:
             with writing(staged):
                 write_model(
-                    staged / MODEL_NAME,
+                    staged / MODEL_DIRECTORY,
                     self._accelerator.unwrap_model(model),
                     state,
                     self._task.tokenizer,

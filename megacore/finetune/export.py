@@ -16,13 +16,13 @@ from megacore.artifact.files import (
     workspace_errors,
     write_json,
 )
-from megacore.artifact.workspace import PARITY_FILE, SAMPLE_FILE
+from megacore.artifact.workspace import MODEL_DIRECTORY, PARITY_FILE, SAMPLE_FILE
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import classification_settings
 from megacore.convert.model_card import example_tokens, render_card
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError
-from megacore.finetune.best import MODEL_NAME, read_best
+from megacore.finetune.best import read_best
 from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
 from megacore.finetune.pretrained import LOCAL_ONLY, quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
@@ -489,10 +489,10 @@ def export_best(
 ) -> dict[str, Any]:
     """Run `export` with a task that is already built; return the gate's report."""
     best, output = Path(job.best), Path(job.output_directory)
-    directory = output / MODEL_NAME
+    directory = output / MODEL_DIRECTORY
     recorded = read_best(best)
     beat("copy")
-    copy_tree(best / MODEL_NAME, directory)
+    copy_tree(best / MODEL_DIRECTORY, directory)
     _name_inputs(directory, task)
     beat("load")
     exported = load_exported(directory, job.config.task.kind)

@@ -21,6 +21,7 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.fetch import first_sentence
 from megacore.corpus.hub import broken_connections, disk_errors
@@ -30,8 +31,6 @@ from megacore.redact import redact
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL_DIRECTORY = "model"
-"""Name of the transformers directory below the artifact of the stage `pretrained`."""
 CONFIG_NAME = "config.json"
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     CausalLmConfig,
@@ -27,13 +28,7 @@ from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, SEGMENTS, read_task
 from megacore.finetune.metrics import Answer
-from megacore.finetune.pretrained import (
-    LOCAL_ONLY,
-    MODEL_DIRECTORY,
-    quiet,
-    read_model_config,
-    read_tokenizer,
-)
+from megacore.finetune.pretrained import LOCAL_ONLY, quiet, read_model_config, read_tokenizer
 from megacore.train.memory import is_out_of_memory
 
 if TYPE_CHECKING:
