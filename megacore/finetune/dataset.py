@@ -19,6 +19,7 @@ from megacore.corpus.documents import SourceFile
 from megacore.corpus.formats import decompress, file_format_of, lines
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
+from megacore.finetune.pretrained import quiet
 from megacore.foreign.files import shortened
 
 if TYPE_CHECKING:
@@ -105,18 +106,13 @@ def collect_rows(
                 f"the {name} split of {_origin(data.source, name)} has no rows: check data.source"
             )
     if "valid" not in splits:
-        splits = {
-            **_hold_out(data, splits["train"], seed),
-            **{k: v for k, v in splits.items() if k != "train"},
-        }
+        splits = _hold_out(data, splits.pop("train"), seed) | splits
     for name, rows in splits.items():
         save_split(rows, directory / name)
     return {name: len(rows) for name, rows in splits.items()}
 
 
 def _read(source: FileRows | HubRows, cache_directory: Path) -> "dict[str, Dataset]":
-    from megacore.finetune.pretrained import quiet
-
     with quiet():
         if isinstance(source, FileRows):
             files_by_split = {name: list_files(getattr(source, name), name) for name in SPLITS}
@@ -125,7 +121,6 @@ def _read(source: FileRows | HubRows, cache_directory: Path) -> "dict[str, Datas
                 for name, files in files_by_split.items()
                 if files
             }
-
         return read_hub(source, cache_directory)
 
 
@@ -156,8 +151,6 @@ def save_split(rows: "Dataset", directory: Path) -> None:
     Raises WorkspaceError.
     """
     from datasets import Dataset, DatasetInfo
-
-    from megacore.finetune.pretrained import quiet
 
     # The original description names files and caches of this host.
     plain = Dataset(

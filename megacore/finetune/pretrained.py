@@ -325,9 +325,10 @@ def collect_pretrained(
                 "key": manifest.key,
                 "digest": manifest.digest,
             }
-    names = used_files(_names(source), weights=weights)
+    available = _names(source)
+    names = used_files(available, weights=weights)
     if weights:
-        require_weights(model.path, _names(source))
+        require_weights(model.path, available)
     target = directory / MODEL_DIRECTORY
     torch_files = _matching(names, _TORCH_WEIGHTS)
     with workspace_errors(target):

@@ -371,7 +371,7 @@ class Score:
     """Values by metric, including `loss`."""
     samples: int
     seconds: float
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Answer, ...]
     """Generated texts of the split's first samples, always the same ones; empty for a task that
     generates none."""
 

@@ -233,9 +233,9 @@ def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
 
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     """Yield changes that use more of ZeRO and offload, from small to large."""
-    zero, most = zero_of(config), 3 if config.parallel.pipeline_model_parallel_size == 1 else 1
+    zero, pipelined = zero_of(config), config.parallel.pipeline_model_parallel_size > 1
+    most, native_most = (1, 2) if pipelined else (3, 3)
     user_settings = user_settings_of(config) if config.engine == "deepspeed" else None
-    native_most = 3 if config.parallel.pipeline_model_parallel_size == 1 else 2
     for stage in range(zero.stage + 1, (most if user_settings else native_most) + 1):
         yield _Change(
             "zero",

@@ -111,10 +111,7 @@ class Iteration(MicroBatch):
             sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in part)
             for part in by_stage
         ]
-        layers = [
-            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in part)
-            for part in by_stage
-        ]
+        layers = most_layers(chunks, stages)
         others = [
             size - muon_elements(self.config, part)
             for size, part in zip(sizes, by_stage, strict=True)
@@ -126,9 +123,9 @@ class Iteration(MicroBatch):
             context=micro * mean.context,
             bubble=makespan - micro * (mean.total + sent),
             messages=micro * sent,
-            data=self.data(max(sizes), max(layers), makespan),
+            data=self.data(max(sizes), layers, makespan),
             embedding=self._shared_embedding(),
-            optimizer=self.optimizer(max(others), max(layers)) + self.muon(chunks),
+            optimizer=self.optimizer(max(others), layers) + self.muon(chunks),
             other=0.0,
         )
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
@@ -569,6 +566,14 @@ class Iteration(MicroBatch):
         """Return the group that sums gradients. DeepSpeed's CPU ranks share no memory."""
         shared = self.config.engine == "native" and sums_in_memory(size, sharded=sharded)
         return Group(self.machine, size, stride, shared, GRADIENT_PIECE)
+
+
+def most_layers(chunks: Sequence[ModelChunk], stages: int) -> int:
+    """Return the number of layers of the pipeline stage with most, of T5 in encoder and decoder."""
+    return max(
+        sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
+        for stage in range(stages)
+    )
 
 
 @lru_cache(maxsize=1024)  # a search for a layout asks for the same one with and without ZeRO

@@ -54,15 +54,15 @@ class MemoryEstimate:
     memory, so that a validation needs more."""
     process: int
     """Interpreter and libraries, or the CUDA context."""
-    buffers: int = 0
+    buffers: int
     """Gradient buckets in addition to divided gradients, and the weights that ZeRO stage 3 gathers
     or does not divide. Those of the native engine on a GPU are in `passes`."""
-    step: int = 0
+    step: int
     """Buffers of DeepSpeed, or of Muon's owners, for the optimizer step, when the activations are
     freed."""
-    host: int = 0
+    host: int
     """Offloaded state and its buffers in host memory, when a GPU computes."""
-    nvme: int = 0
+    nvme: int
     """Offloaded state on disk."""
 
     @property

@@ -41,10 +41,10 @@ class PipelinePlan:
     """Simulated passes of a step, in seconds."""
     time: RunTime
     """Predicted duration of an iteration and of the run."""
-    lighter: str | None = None
+    lighter: str | None
     """Sentence about a lighter recomputation that fits into this host's GPUs; None if there is
     none."""
-    faster: str | None = None
+    faster: str | None
     """Sentence about delayed weight gradients; None if they are not faster, or not possible."""
 
     @property

@@ -25,7 +25,7 @@ from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.models.parameters import chunk_sizes, layer_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.plan.activations import Activations
-from megacore.plan.iteration import Iteration
+from megacore.plan.iteration import Iteration, most_layers
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB, muon_elements
@@ -520,10 +520,7 @@ class _Space:
             forward, backward = times[stage]
             ahead += forward + message
             back += backward - weights[stage] + message
-        layers = max(
-            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
-            for stage in range(stages)
-        )
+        layers = most_layers(chunks, stages)
         largest = max(self._stage_sizes(iteration, chunks))
         data = iteration.data(largest, layers, makespan)
         # Without Muon's own part, whose sum over all stages is more than the largest stage's.
