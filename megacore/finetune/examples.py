@@ -267,8 +267,7 @@ def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenize
             )
             + (f", such as {tokenizer.eos_token!r}" if tokenizer.eos_token else "")
         )
-    _check_positions(config, model)
-    _check_room(config, model, tokenizer)
+    _check_lengths(config, model, tokenizer)
 
 
 def _check_class(config: FinetuneConfig, model: Any) -> None:
@@ -353,44 +352,40 @@ def positions(model: Any) -> int | None:
     return count
 
 
-def _check_positions(config: FinetuneConfig, model: Any) -> None:
-    limit = positions(model)
-    lengths: Mapping[str, int]
+def _check_lengths(
+    config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Raise ConfigError for a maximum length beyond the positions of the model.
+
+    Raise it, too, for one that leaves no room for text after the special tokens.
+    """
+    end = int(missing_end(tokenizer, model) is not None)
+    single, pair = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
+    lengths: dict[str, tuple[int, int]]
+    """Maximum length, and the least that leaves room, by field of `task`."""
     match config.task:
-        case ClassificationConfig() | MultipleChoiceConfig():
-            lengths = {"max_length": config.task.max_length}
-        case Seq2SeqConfig():
-            task = config.task
+        case ClassificationConfig() as task:
+            two_texts = classification_settings(task).sentence2 is not None
+            least = (pair + 2 if two_texts else single + 1) + end
+            lengths = {"max_length": (task.max_length, least)}
+        case MultipleChoiceConfig() as task:
+            lengths = {"max_length": (task.max_length, pair + 2)}
+        case Seq2SeqConfig() as task:
+            least = single + end + 1
             lengths = {
-                "max_source_length": task.max_source_length,
-                "max_target_length": task.max_target_length,
+                "max_source_length": (task.max_source_length, least),
+                "max_target_length": (task.max_target_length, least),
             }
-        case CausalLmConfig():
-            lengths = {"block_size": config.task.block_size}
-    for name, length in lengths.items():
+        case CausalLmConfig() as task:
+            lengths = {"block_size": (task.block_size, 1)}
+    limit = positions(model)
+    for name, (length, _) in lengths.items():
         if limit is not None and length > limit:
             raise ConfigError(
                 f"task.{name} is {length}, but model.path {config.model.path} has {limit} "
                 f"positions: lower it to {limit} or less"
             )
-
-
-def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ConfigError for a maximum length that leaves no room for text after special tokens."""
-    end_tokens = int(missing_end(tokenizer, model) is not None)
-    single, needed = tokenizer.num_special_tokens_to_add(), dict[str, tuple[int, int]]()
-    match config.task:
-        case ClassificationConfig() as task:
-            pair = classification_settings(task).sentence2 is not None
-            least = tokenizer.num_special_tokens_to_add(pair=pair) + end_tokens + 1 + pair
-            needed = {"max_length": (task.max_length, least)}
-        case MultipleChoiceConfig() as task:
-            least = tokenizer.num_special_tokens_to_add(pair=True) + 2
-            needed = {"max_length": (task.max_length, least)}
-        case Seq2SeqConfig() as task:
-            needed = {"max_source_length": (task.max_source_length, single + end_tokens + 1)}
-            needed["max_target_length"] = (task.max_target_length, single + end_tokens + 1)
-    for name, (length, least) in needed.items():
+    for name, (length, least) in lengths.items():
         if length < least:
             raise ConfigError(
                 f"task.{name} is {length}, which the special tokens of model.path "
