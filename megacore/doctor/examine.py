@@ -52,7 +52,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
         LaunchError: ssh is not installed.
         WorkspaceError: the workspace of this host cannot be written.
     """
-    started, ends = time.time(), time.monotonic() + WHOLE_SECONDS
+    started, began = time.time(), time.monotonic()
+    ends = began + WHOLE_SECONDS
     check_ssh(subject.hosts)
     # Refuse a configuration that does not fit before contacting any host.
     needs_of(subject, "cpu", "fp32")
@@ -92,7 +93,7 @@ def examine(subject: Subject, *, full: bool) -> Examination:
         pairs=tuple(pair.as_json() for pair in facts.pairs),
         probes={host: probe.as_json() for host, probe in facts.probes.items()},
         started=started,
-        seconds=time.monotonic() - (ends - WHOLE_SECONDS),
+        seconds=time.monotonic() - began,
     )
 
 

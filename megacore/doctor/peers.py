@@ -20,8 +20,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from megacore.cluster.hosts.network import INTERFACE_VARIABLES
@@ -161,7 +162,7 @@ def measure_rounds(part: Mapping[str, Any]) -> None:
             continue
         line: dict[str, Any] = {"check": str(number), "problem": NOT_BEGUN}
         if remaining > 1.0:
-            measure = _measuring(stores, meeting, part["interface"], user_interfaces)
+            measure = partial(_measure, stores, meeting, part["interface"], user_interfaces)
             line = answer(str(number), measure, min(remaining, _PAIR_SECONDS))
         say(
             line | {"peer": meeting["peer"], "rank": meeting["rank"], "backend": meeting["backend"]}
@@ -230,29 +231,22 @@ class _Stores:
         return pair
 
 
-def _measuring(
+def _measure(
     stores: _Stores,
     meeting: Mapping[str, Any],
     interface: str | None,
     user_interfaces: Mapping[str, str],
-) -> Callable[[], dict[str, float]]:
-    """Return a function that measures a pair over the user's interfaces, or else `interface`."""
+) -> dict[str, float]:
+    """Measure the seconds of a pair's all-reduces, by size.
 
-    def measure() -> dict[str, float]:
-        device = "lo" if meeting.get(_LOCAL) else interface
-        for name in INTERFACE_VARIABLES:
-            if device is not None:
-                os.environ[name] = user_interfaces.get(name, device)
-        return _measure(stores, meeting)
-
-    return measure
-
-
-def _measure(stores: _Stores, meeting: Mapping[str, Any]) -> dict[str, float]:
-    """Measure the seconds of a pair's all-reduces, by size."""
+    They go over the user's interfaces, or else `interface`.
+    """
     import torch
     import torch.distributed as dist
 
+    used = "lo" if meeting.get(_LOCAL) else interface
+    if used is not None:
+        os.environ |= {name: user_interfaces.get(name, used) for name in INTERFACE_VARIABLES}
     rank, cuda = int(meeting["rank"]), meeting["backend"] == "nccl"
     device = torch.device("cpu")
     if cuda:
