@@ -15,6 +15,7 @@ from megacore.plan.zero import (
     ELEMENT_BYTES,
     Buffers,
     DeepSpeedMemory,
+    ModelState,
     native_buffers,
     zero_bytes,
 )
@@ -146,8 +147,6 @@ def estimate_stages(
         )
         activations, losses = storage.stored(stage_chunks, stage, micro_batches)
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
-        on_device, on_cpu = state.device, state.cpu
-        cpu_only = device_type == "cpu"
         # of one micro batch; the gradient overwrites the logits
         logits = storage.predictions * spec.padded_vocab_size // tensor * element
         passes = activations + losses * logits
@@ -156,22 +155,27 @@ def estimate_stages(
             passes = storage.peak(stage_chunks, stage, micro_batches, logits, temporary)
         if train.cuda_graphs:
             passes += storage.evaluation(logits)
+        on_device, host = state.device, state.cpu.total + extra.cpu + offloaded
+        # Those of the native engine on a GPU are in `passes`.
+        buffers = 0 if device_type == "cuda" and deepspeed is None else extra.device
+        if device_type == "cpu":  # its only memory has the offloaded state, too
+            on_device = ModelState(*map(sum, zip(on_device, state.cpu, strict=True)))
+            activations, passes = activations + offloaded, passes + offloaded
+            buffers, host = buffers + extra.cpu, 0
         estimates.append(
             MemoryEstimate(
                 parameters=sum(sizes),
-                weights=on_device.parameters
-                + on_device.main_weights
-                + cpu_only * (on_cpu.parameters + on_cpu.main_weights),
-                gradients=on_device.gradients + cpu_only * on_cpu.gradients,
-                optimizer=on_device.moments + cpu_only * on_cpu.moments,
-                activations=activations + cpu_only * offloaded,
+                weights=on_device.parameters + on_device.main_weights,
+                gradients=on_device.gradients,
+                optimizer=on_device.moments,
+                activations=activations,
                 logits=losses * logits,
-                passes=passes + cpu_only * offloaded,
+                passes=passes,
                 process=_PROCESS_BYTES[device_type],
-                buffers=extra.device * (cpu_only or deepspeed is not None) + cpu_only * extra.cpu,
+                buffers=buffers,
                 step=extra.step
                 + _owners_bytes(matrices, precision, copies if zero.stage else 1, tensor),
-                host=0 if cpu_only else on_cpu.total + extra.cpu + offloaded,
+                host=host,
                 nvme=state.nvme.total,
             )
         )
