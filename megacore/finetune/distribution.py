@@ -280,6 +280,15 @@ _BY_HIDDEN_SIZE = frozenset(
     )
 )
 """Settings that Accelerate fills in, since they depend on the model's hidden size."""
+_AGREEING = {
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "train_batch_size": (
+        "train.micro_batch_size x train.gradient_accumulation_steps x {ranks} ranks"
+    ),
+    "gradient_clipping": "optim.clip_grad",
+}
+"""Settings that a JSON may leave out, and the fields with which they must agree."""
 _ADAMS = ("adam", "adamw")
 _BUCKET = int(25 * 2**20 / 4)
 """Elements of a communication bucket: 25 MiB of fp32, as in DDP. DeepSpeed's default takes 2 GB
@@ -310,11 +319,14 @@ def deepspeed_json(
     if isinstance(configured, str):
         raise ConfigError(f"{_SETTING} is {configured!r}, a path: its content is what ranks take")
     values: dict[str, Any] = copy.deepcopy(configured) if configured is not None else {}
-    _fill(values, _filled_in(config, precision, ranks, total_steps))
+    filled = _filled_in(config, precision, ranks, total_steps)
+    _fill(values, filled)
+    for name in _AGREEING:
+        values.setdefault(name, filled[name])
     _set_arithmetic(values, precision)
     _set_zero(values, config, device_type)
     _set_optimizer(values)
-    _check(values, config, ranks)
+    _check(values, config, filled, ranks)
     unfilled = [
         name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE
     ]
@@ -361,19 +373,12 @@ def _offload(config: FinetuneConfig) -> str:
 
 
 def _fill(values: dict[str, Any], filled: dict[str, Any], prefix: str = "") -> None:
+    """Replace `auto` by the value of the same dotted name, if there is one."""
     for key, value in values.items():
         if isinstance(value, dict):
             _fill(value, filled, f"{prefix}{key}.")
         elif value == _AUTO and f"{prefix}{key}" in filled:
             values[key] = filled[f"{prefix}{key}"]
-    if not prefix:
-        for key in (
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-        ):
-            values.setdefault(key, filled[key])
-        values.setdefault("train_batch_size", filled["train_batch_size"])
 
 
 def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
@@ -400,14 +405,11 @@ def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) 
     zero = values.setdefault("zero_optimization", {})
     stage = zero.setdefault("stage", STAGES[config.launch.distributed])
     zero["stage3_gather_16bit_weights_on_model_save"] = stage == 3
+    offloads = ("offload_optimizer", "offload_param")
     if config.launch.deepspeed_config is None:
-        blocks = {"offload_optimizer": _offload(config)} | (
-            {"offload_param": _offload(config)} if stage == 3 else {}
-        )
-        for name, device in blocks.items():
-            zero[name] = {"device": device}
+        zero |= {name: {"device": _offload(config)} for name in offloads}
         zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), _BUCKET)
-    for name in ("offload_optimizer", "offload_param"):
+    for name in offloads:
         if zero.get(name, {}).get("device", "none") == "none":
             zero.pop(name, None)
         else:
@@ -433,7 +435,9 @@ def _set_optimizer(values: dict[str, Any]) -> None:
         )
 
 
-def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
+def _check(
+    values: dict[str, Any], config: FinetuneConfig, filled: dict[str, Any], ranks: int
+) -> None:
     """Raise ConfigError for settings that contradict the configuration, naming both."""
     stage = values["zero_optimization"]["stage"]
     if stage != STAGES[config.launch.distributed]:
@@ -441,22 +445,9 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
             f"zero_optimization.stage of {_SETTING} is {stage} and launch.distributed is "
             f"{config.launch.distributed}: make them agree"
         )
-    train = config.train
-    expected = {
-        "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
-        "gradient_accumulation_steps": (
-            "train.gradient_accumulation_steps",
-            train.gradient_accumulation_steps,
-        ),
-        "train_batch_size": (
-            f"train.micro_batch_size x train.gradient_accumulation_steps x {ranks} ranks",
-            train.micro_batch_size * train.gradient_accumulation_steps * ranks,
-        ),
-        "gradient_clipping": ("optim.clip_grad", config.optim.clip_grad),
-    }
-    for name, (setting, value) in expected.items():
-        if values[name] != value:
+    for name, setting in _AGREEING.items():
+        if values[name] != filled[name]:
             raise ConfigError(
-                f"{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former "
-                'to "auto"'
+                f"{name} of {_SETTING} is {values[name]} and {setting.format(ranks=ranks)} is "
+                f'{filled[name]}: set the former to "auto"'
             )
