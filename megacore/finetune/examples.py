@@ -270,6 +270,21 @@ def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenize
     _check_lengths(config, model, tokenizer)
 
 
+_MODELS_OF = {
+    "seq2seq": "an encoder-decoder, such as T5, BART or Blenderbot",
+    "causal_lm": "a decoder, such as GPT-2 or Llama",
+    "classification": (
+        "a model that transformers has a class …ForSequenceClassification of, such as BERT, "
+        "DeBERTa or GPT-2"
+    ),
+    "multiple_choice": (
+        "a model that transformers has a class …ForMultipleChoice of, such as BERT, RoBERTa or "
+        "DeBERTa"
+    ),
+}
+"""Models that each kind of task takes."""
+
+
 def _check_class(config: FinetuneConfig, model: Any) -> None:
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -284,35 +299,17 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
     # XLNet's language model does not predict the next token: it does not shift the labels.
     masked = kind in MODEL_FOR_MASKED_LM_MAPPING or model.model_type == "xlnet"
     encoder = masked and not both and not getattr(model, "is_decoder", False)
-    match config.task:
-        case ClassificationConfig():
-            fits = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-            expected = (
-                "a model that transformers has a class …ForSequenceClassification of, such as "
-                "BERT, DeBERTa or GPT-2"
-            )
-        case MultipleChoiceConfig():
-            fits = kind in MODEL_FOR_MULTIPLE_CHOICE_MAPPING
-            expected = (
-                "a model that transformers has a class …ForMultipleChoice of, such as BERT, "
-                "RoBERTa or DeBERTa"
-            )
-        case Seq2SeqConfig():
-            fits = both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-            expected = "an encoder-decoder, such as T5, BART or Blenderbot"
-        case CausalLmConfig():
-            fits = not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING
-            expected = "a decoder, such as GPT-2 or Llama"
-    if fits:
-        return
-    form = "an encoder-decoder" if both else "an encoder" if encoder else "a decoder"
-    others = {
-        "seq2seq": both,
+    fits = {
+        "seq2seq": both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         "causal_lm": not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING,
+        "classification": kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "multiple_choice": kind in MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
     }
-    others["classification"] = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    others["multiple_choice"] = kind in MODEL_FOR_MULTIPLE_CHOICE_MAPPING
-    possible = [name for name, fitting in others.items() if fitting and name != config.task.kind]
+    if fits[config.task.kind]:
+        return
+    expected = _MODELS_OF[config.task.kind]
+    form = "an encoder-decoder" if both else "an encoder" if encoder else "a decoder"
+    possible = [name for name, fitting in fits.items() if fitting]
     raise ConfigError(
         (
             f"model.path {config.model.path} is {_architecture(model)}, {form}, but task.kind "

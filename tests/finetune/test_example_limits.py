@@ -1,5 +1,7 @@
 """Examples at the limits of a model: the shortest lengths, names of sample fields, and XLNet."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -115,3 +117,13 @@ def test_xlnet_is_refused_for_causal_lm(root: Path, tmp_path: Path) -> None:
         ConfigError, match=r"is XLNetLMHeadModel, an encoder, .*takes a decoder.*classification"
     ):
         prepare(tiny_config(root / "xlnet", root / "data/causal_lm", "causal_lm"), tmp_path)
+
+
+def test_only_kinds_that_fit_a_model_are_proposed(root: Path, tmp_path: Path) -> None:
+    """Whisper is an encoder-decoder, but not of texts."""
+    directory = tmp_path / "speech"
+    shutil.copytree(root / "bert", directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "whisper"}))
+    config = tiny_config(directory, root / "data/classification", "classification")
+    with pytest.raises(ConfigError, match=r"is whisper, an encoder-decoder, .*give such a model$"):
+        prepare(config, tmp_path)
