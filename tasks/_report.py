@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from megacore.artifact import Artifact
 from megacore.artifact.files import replace_file, workspace_errors
 from megacore.config import RunConfig
+from megacore.errors import listed
 from megacore.observe.logging import MFU_NAMES, short_number
 from megacore.redact import redact, redact_values
 from tasks._cache import summarize
@@ -313,7 +314,7 @@ def _times(attempt: Attempt | None) -> dict[str, Any]:
 def _attempt_row(attempt: Attempt, *, last: bool) -> Row:
     facts = attempt.facts
     hosts = facts.get("hosts") or []
-    names = ", ".join(map(str, hosts[:4])) + (f" and {len(hosts) - 4} more" * (len(hosts) > 4))
+    names = listed([str(host) for host in hosts])
     cells = (
         str(attempt.number),
         _date(attempt.start),

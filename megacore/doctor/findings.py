@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megacore.config.launch import LaunchConfig
 from megacore.doctor.protocol import NO_ANSWER, PAIR_BYTES, HostProbe
+from megacore.errors import listed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -347,15 +348,11 @@ def _lines(examination: Examination, finding: Finding) -> list[str]:
     for host, text in finding.found.items():
         by_text.setdefault(text, []).append(host)
     all_hosts = list(examination.hosts)
-    return [
-        text if hosts == [""] else f"{'all' if hosts == all_hosts else _some(hosts)}: {text}"
-        for text, hosts in by_text.items()
-    ]
-
-
-def _some(hosts: list[str]) -> str:
-    shown = ", ".join(hosts[:_MOST_HOSTS])
-    return shown if len(hosts) <= _MOST_HOSTS else f"{shown} and {len(hosts) - _MOST_HOSTS} more"
+    lines = []
+    for text, hosts in by_text.items():
+        named = "all" if hosts == all_hosts else listed(hosts, _MOST_HOSTS)
+        lines.append(text if hosts == [""] else f"{named}: {text}")
+    return lines
 
 
 def _pairs(examination: Examination) -> "Table":

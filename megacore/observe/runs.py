@@ -11,7 +11,7 @@ from megacore.artifact.build import is_locked
 from megacore.artifact.files import TEMPORARY, read_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import EVENTS_FILE, FOLDERS, RUN_FILE, workspace_root
-from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
+from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError, listed
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import ENDED, read_heartbeats
 
@@ -57,14 +57,15 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     matches = [run for run in called if run["state"] == state]
     if len(matches) == 1:
         return Path(matches[0]["path"])
-    listed = matches or called or all_runs
-    if not listed:
+    candidates = matches or called or all_runs
+    if not candidates:
         raise ConfigError(
             f"no run is {name!r} in {workspace.root}, which has no runs: name another workspace "
             "with --workspace or MEGACORE_WORKSPACE"
         )
-    listing = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
-    listing += f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    listing = listed(
+        [f"{run['key']} ({run['name']}, {run['state']})" for run in candidates], _NAMED
+    )
     if called and not matches:
         verb = "is" if len(called) == 1 else "are"
         raise ConfigError(f"{listing} in {workspace.root} {verb} not {state}")
@@ -103,8 +104,7 @@ def named_directory(name: str | Path, root: Path | None = None) -> Path:
     ]
     exact = [directory for directory in matches if directory.name == text]
     if len(exact or matches) > 1:
-        listing = ", ".join(str(match.relative_to(root)) for match in matches[:_NAMED])
-        listing += f" and {len(matches) - _NAMED} more" if len(matches) > _NAMED else ""
+        listing = listed([str(match.relative_to(root)) for match in matches], _NAMED)
         raise ConfigError(
             f"{len(matches)} runs or artifacts in {root} are called {text} ({listing}): give a key"
         )
