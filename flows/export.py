@@ -53,7 +53,7 @@ def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> 
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)
     check_push(config.export)
-    check_tasks(config.evaluate.lm_eval)
+    check_tasks(config.evaluate.lm_eval, config.max_position_embeddings)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(config, data)

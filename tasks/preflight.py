@@ -77,7 +77,7 @@ def check_machine(config: RunConfig) -> str:
     check_launcher(config.launch)
     exportable(config.family, config.model, config.data)
     text_digests(config)
-    check_tasks(config.evaluate.lm_eval)
+    check_tasks(config.evaluate.lm_eval, config.max_position_embeddings)
     check_push(config.export)
     vocab_size = expected_vocab_size(config.data.tokenizer)
     try:

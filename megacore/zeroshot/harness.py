@@ -42,10 +42,18 @@ ITEMS_VERSION = 2
 _INSTALL = "pip install megacore[lm-eval]"
 
 
-def check_tasks(config: LmEvalConfig) -> None:
-    """Raise ConfigError if lm_eval is not installed, or lacks a task of `evaluate.lm_eval`.
+def check_tasks(config: LmEvalConfig, positions: int) -> None:
+    """Check that lm_eval has the tasks of `evaluate.lm_eval`, and the model room for their answers.
 
     The data of the tasks are not looked for.
+
+    Args:
+        config: section with the tasks.
+        positions: positions of the model.
+
+    Raises:
+        ConfigError: lm_eval is not installed, lacks a task, or would generate too many tokens.
+        DataFormatError: the values of a task are not those that lm_eval expects.
     """
     if not config.tasks:
         return
@@ -57,15 +65,56 @@ def check_tasks(config: LmEvalConfig) -> None:
             "directory with the tasks' YAML files, or remove it"
         )
     task_files(directory)
-    known = _manager(config.tasks, directory).all_tasks
+    index = _manager(config.tasks, directory).task_index
     for name in config.tasks:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
+        if name not in index:
+            near = difflib.get_close_matches(name, index, 3)
             hint = f"; near are {', '.join(near)}" if near else ""
             raise ConfigError(
                 f"evaluate.lm_eval.tasks names {name}, which lm_eval {harness_version()} and "
                 f"evaluate.lm_eval.include_path do not have{hint}: `lm_eval ls tasks` lists them"
             )
+        with _typed_errors([name], "read"):
+            for task, tokens in _generated_tokens(index, {"task": name}, {}):
+                if tokens >= positions:
+                    raise ConfigError(
+                        f"evaluate.lm_eval.tasks names {name}, and lm_eval generates {tokens} "
+                        f"tokens for each question of {task}, but the model has {positions} "
+                        "positions for question and answer: raise model.max_position_embeddings, "
+                        "give a copy of the task in evaluate.lm_eval.include_path with "
+                        f"generation_kwargs.max_gen_toks below {positions}, or remove {name}"
+                    )
+
+
+_OF_GENERATION = ("output_type", "generation_kwargs")
+"""Values of a task that say whether it generates text, and how much."""
+
+
+def _generated_tokens(
+    index: Mapping[str, Any], member: Mapping[str, Any], changes: Mapping[str, Any]
+) -> Iterator[tuple[str, int]]:
+    """Yield the tasks that generate text, and the tokens of an answer.
+
+    A task that is a Python class is left out, because its requests are known only when it runs.
+
+    Args:
+        index: lm_eval's entries of all tasks, groups and tags.
+        member: a task, group or tag, with values of its own as in a group's list of tasks.
+        changes: values of the groups around it, which replace those of a task.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    name = member.get("group") or member["task"]
+    entry = index.get(name)
+    values = dict(member) if entry is None else entry.cfg or {"task": sorted(entry.tags)}
+    own = {**changes, **{key: member[key] for key in _OF_GENERATION if key in member}}
+    merged = {key: values[key] for key in _OF_GENERATION if key in values} | own
+    if isinstance(values["task"], list):
+        for each in values["task"]:
+            task = each if isinstance(each, dict) else {"task": each}
+            yield from _generated_tokens(index, task, merged)
+    elif "class" not in values and merged.get("output_type", "generate_until") == "generate_until":
+        yield name, normalize_gen_kwargs(merged.get("generation_kwargs") or {})["max_gen_toks"]
 
 
 def _check_installed() -> None:

@@ -238,29 +238,91 @@ def test_a_data_set_of_the_hub_is_not_read_from_a_directory_of_the_same_name(
 def test_unknown_task_is_refused_with_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = SimpleNamespace(all_tasks=["arc_easy", "hellaswag"])  # to read lm_eval's takes seconds
+    entry = SimpleNamespace(cfg={"task": "", "output_type": "multiple_choice"})
+    names = ("arc_easy", "hellaswag")  # to read lm_eval's takes seconds
+    own = SimpleNamespace(task_index=dict.fromkeys(names, entry))
     write_task(tmp_path)
-    check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)))
+    check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)), 64)
     monkeypatch.setattr(harness, "_manager", lambda tasks, directory: own)
-    check_tasks(LmEvalConfig(tasks=("arc_easy",)))
-    check_tasks(LmEvalConfig())
+    check_tasks(LmEvalConfig(tasks=("arc_easy",)), 64)
+    check_tasks(LmEvalConfig(), 64)
     with pytest.raises(ConfigError, match=r"names hellaswg, .* do not have; near are hellaswag"):
-        check_tasks(LmEvalConfig(tasks=("hellaswg",)))
+        check_tasks(LmEvalConfig(tasks=("hellaswg",)), 64)
     with pytest.raises(ConfigError, match=r"nowhere, which is not a directory"):
-        check_tasks(LmEvalConfig(tasks=("a",), include_path=str(tmp_path / "nowhere")))
+        check_tasks(LmEvalConfig(tasks=("a",), include_path=str(tmp_path / "nowhere")), 64)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "tokens"),
+    [
+        (None, 256),
+        ({"until": ["."]}, 256),
+        ({"max_gen_toks": 70}, 70),
+        ({"max_new_tokens": 64}, 64),
+    ],
+)
+def test_answers_that_the_model_has_no_positions_for_are_refused(
+    kwargs: dict[str, Any] | None, tokens: int, tmp_path: Path
+) -> None:
+    changes = {} if kwargs is None else {"generation_kwargs": kwargs}
+    write_task(tmp_path, "sums", output_type="generate_until", doc_to_choice=None, **changes)
+    config = LmEvalConfig(tasks=("sums",), include_path=str(tmp_path))
+    check_tasks(config, tokens + 1)
+    message = (
+        rf"names sums, and lm_eval generates {tokens} tokens for each question of sums, but the "
+        rf"model has {tokens} positions .*\.max_gen_toks below {tokens}, or remove sums$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_tasks(config, tokens)
+
+
+def test_tasks_of_groups_are_checked_with_the_values_of_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    short = {"generation_kwargs": {"max_gen_toks": 8}}
+    write_task(tmp_path, "sums", output_type="generate_until", tag="tagged", **short)
+    write_task(tmp_path)
+    long = {"generation_kwargs": {"max_gen_toks": 64}}
+    groups: list[dict[str, Any]] = [
+        {"group": "short", "task": ["sums", "colours"]},
+        {"group": "inner", "task": ["colours", {"task": "sums", **long}]},
+        {"group": "outer", "task": [{"group": "short", **long}]},
+        {"group": "inline", "task": [{"group": "new", "task": ["sums"], **long}]},
+        {"group": "generates", "task": ["colours"], "output_type": "generate_until"},
+    ]
+    for group in groups:
+        write_yaml(tmp_path / f"{group['group']}.yaml", group)
+    local = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr(harness, "_manager", lambda tasks, directory: local)
+    check_tasks(LmEvalConfig(tasks=("short", "tagged")), 9)
+    for name in ("short", "tagged"):
+        with pytest.raises(ConfigError, match=rf"names {name}, .* 8 tokens .* question of sums"):
+            check_tasks(LmEvalConfig(tasks=(name,)), 8)
+    for name in ("inner", "outer", "inline", "generates"):
+        with pytest.raises(ConfigError, match=rf"names {name}, and lm_eval generates"):
+            check_tasks(LmEvalConfig(tasks=(name,)), 64)
+
+
+def test_values_of_generation_that_lm_eval_cannot_read_are_one_sentence(tmp_path: Path) -> None:
+    changes = {"output_type": "generate_until", "generation_kwargs": {"max_gen_toks": "many"}}
+    write_task(tmp_path, "sums", **changes)
+    with pytest.raises(DataFormatError, match=r"could not read sums: ValueError: .*'many'"):
+        check_tasks(LmEvalConfig(tasks=("sums",), include_path=str(tmp_path)), 64)
 
 
 def test_a_task_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     write_task(tmp_path)
     (tmp_path / "broken.yaml").write_text("task: [\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.yaml, which is not YAML \(while parsing"):
-        check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)))
+        check_tasks(LmEvalConfig(tasks=("colours",), include_path=str(tmp_path)), 64)
 
 
 def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match=r"pip install megacore\[lm-eval\]"):
-        check_tasks(LmEvalConfig(tasks=("arc_easy",)))
+        check_tasks(LmEvalConfig(tasks=("arc_easy",)), 64)
 
 
 @pytest.mark.parametrize(
