@@ -9,7 +9,9 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -138,6 +140,29 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def shared_versions() -> dict[str, str]:
+    """Return the versions of Python and packages that hosts compare; "none" for a missing one."""
+    packages = (*SHARED_PACKAGES, "deepspeed")
+    versions = {package: installed_version(package) or "none" for package in packages}
+    return {"Python": platform.python_version()} | versions
+
+
+def check_versions(
+    packages: Iterable[str],
+    host: str,
+    versions: Mapping[str, str],
+    other: str,
+    other_versions: Mapping[str, str],
+) -> None:
+    """Raise LaunchError if two hosts have different versions of Python or of one of `packages`."""
+    for name in ("Python", *packages):
+        if versions.get(name) != other_versions.get(name):
+            raise LaunchError(
+                f"{host} has {name} {versions.get(name)} and {other} has "
+                f"{other_versions.get(name)}: install the same environment on both"
+            )
 
 
 @cache

@@ -186,6 +186,7 @@ def plan_of(
         exit_directory=str(Path(job.exit_directory).absolute()),
         copy_files=launch.data_placement == "node_local",
         retried=getattr(job, "attempt", 1) > 1,
+        packages=[*job.packages],
     )
 
 

@@ -19,6 +19,12 @@ class FinetuneJob(RunJob):
     """Artifact of the stage `examples`: the tokenized splits."""
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages whose versions must be the same on all hosts."""
+        engine = ("deepspeed",) if self.config.launch.distributed.startswith("zero") else ()
+        return (*super().packages, *engine)
+
+    @property
     def trace_prefix(self) -> Path:
         """Path among the logs."""
         return self.attempt_traces

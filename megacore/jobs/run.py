@@ -13,6 +13,7 @@ from megacore.config.base import Section
 from megacore.config.run import RunConfig, with_current_names
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConfigError, dotted
+from megacore.hardware import SHARED_PACKAGES
 from megacore.redact import redact_values
 
 
@@ -28,6 +29,11 @@ class RankJob(Section):
     hosts: dict[str, int] = Field({})
     """Number of ranks of each host, in the order of the hosts; empty means the hosts that `launch`
     names, if any."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages whose versions must be the same on all hosts."""
+        return SHARED_PACKAGES
 
     @property
     def trace_prefix(self) -> Path:
@@ -146,6 +152,12 @@ class TrainJob(Job):
     planned_samples: int | None = None
     """Samples of the train split for which the order of the samples was planned, before the epochs
     that follow it; None in files of earlier versions."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages whose versions must be the same on all hosts."""
+        engine = ("deepspeed",) if self.config.engine == "deepspeed" else ()
+        return (*super().packages, *engine)
 
     @property
     def trace_prefix(self) -> Path:

@@ -159,6 +159,23 @@ def test_several_hosts_get_a_plan_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert "3" not in plan["own_env"], "names only, no values"
 
 
+@pytest.mark.parametrize("engine", ["native", "deepspeed"])
+def test_hosts_compare_the_versions_of_packages_that_the_run_uses(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.cluster.batch.start.check_batch", lambda launch: None)
+    for name in ("sbatch", "plan"):
+        launch: dict[str, Any] = {"hostfile": hostfile(tmp_path), "nproc_per_node": "auto"}
+        if name == "sbatch":
+            launch = {"kind": "slurm", "nnodes": 2, "nproc_per_node": 2}
+        run = _runs.config(engine, launch=launch)
+        job = _runs.job(run, tmp_path, tmp_path, ranks=4)
+        start_ranks(run.launch, "megacore.ranks.pretrain", job, tmp_path / "run.json")
+    packages = ["megacore", "torch"] + ["deepspeed"] * (engine == "deepspeed")
+    for path in ("batch/spec.json", "hosts.json"):
+        assert json.loads((tmp_path / path).read_text())["packages"] == packages
+
+
 @pytest.mark.parametrize("hosts", ["localhost slots=2\n", "worker-1 slots=1\nworker-2 slots=1\n"])
 def test_only_a_retry_of_a_training_resumes_from_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str

@@ -7,10 +7,9 @@ at which the ranks meet.
 """
 
 import json
-import platform
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from typing import Any
 from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import endpoint
-from megacore.errors import FileAccessError, HostLostError, LaunchError
-from megacore.hardware import SHARED_PACKAGES, installed_version
+from megacore.errors import FileAccessError, HostLostError
+from megacore.hardware import SHARED_PACKAGES, check_versions, shared_versions
 
 LIMIT = 180.0
 """Seconds for every node to start. A scheduler starts them together, but a container may have to
 load its image."""
 
 _INTERVAL = 0.2
-_PACKAGES = (*SHARED_PACKAGES, "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ def meet(
     names: list[str],
     mine: Meeting,
     *,
+    packages: Iterable[str] = SHARED_PACKAGES,
     called_off: Callable[[], bool] = lambda: False,
     limit: float = LIMIT,
 ) -> Meeting:
@@ -72,6 +71,7 @@ def meet(
         rank: number of this node.
         names: names of all nodes, by number.
         mine: rendezvous on this node; only the first node's is used.
+        packages: packages whose versions must be the same on all nodes.
         called_off: returns True to give up.
         limit: time limit in seconds.
 
@@ -83,7 +83,12 @@ def meet(
     """
     with workspace_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        nonce, started, count, versions = secrets.token_hex(8), time.monotonic(), 0, _versions()
+        nonce, started, count, versions = (
+            secrets.token_hex(8),
+            time.monotonic(),
+            0,
+            shared_versions(),
+        )
         seen: dict[int, tuple[Any, Any]] = {}
         alive: dict[int, dict[str, Any]] = {}
         while True:
@@ -93,7 +98,10 @@ def meet(
             if rank == 0:
                 _listen(folder, len(names), seen, alive)
                 if len(alive) == len(names) - 1:
-                    _compare(names, versions, alive)
+                    for other, answer in sorted(alive.items()):
+                        check_versions(
+                            packages, names[other], answer["versions"], names[0], versions
+                        )
                     nonces = {str(other): answer["nonce"] for other, answer in alive.items()}
                     meeting = {"address": mine.address, "port": mine.port, "nonces": nonces}
                     _write(folder / "meeting.json", meeting)
@@ -125,24 +133,6 @@ def _listen(
         state = (greeting.get("nonce"), greeting.get("count"))
         if seen.setdefault(other, state) != state:
             alive[other] = greeting
-
-
-def _compare(
-    names: list[str], versions: dict[str, str | None], alive: dict[int, dict[str, Any]]
-) -> None:
-    for other, greeting in sorted(alive.items()):
-        for package, version in versions.items():
-            node_version = greeting["versions"].get(package)
-            if node_version != version:
-                raise LaunchError(
-                    f"{names[other]} has {package} {node_version} and {names[0]} has {version}: "
-                    "install the same on both"
-                )
-
-
-def _versions() -> dict[str, str | None]:
-    packages = {package: installed_version(package) for package in _PACKAGES}
-    return {"Python": platform.python_version()} | packages
 
 
 def _greeting_path(folder: Path, rank: int) -> Path:

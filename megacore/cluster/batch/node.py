@@ -260,7 +260,12 @@ def _meet(spec: BatchSpec, node: JobNode, signals: _Signals) -> Meeting | None:
         return None
     own_meeting = Meeting(node.address, node.port, "")
     return meet(
-        spec.folder / "nodes", node.rank, node.names, own_meeting, called_off=lambda: signals.stop
+        spec.folder / "nodes",
+        node.rank,
+        node.names,
+        own_meeting,
+        packages=spec.packages,
+        called_off=lambda: signals.stop,
     )
 
 

@@ -19,6 +19,7 @@ from megacore.cluster.hosts.plan import after_retry
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, FileAccessError
+from megacore.hardware import SHARED_PACKAGES
 
 FOLDER = "batch"
 """Name of the batch job's directory, next to the job file."""
@@ -51,6 +52,8 @@ class BatchSpec(Section):
     """Directory that all nodes share, with the job file in it."""
     follower_limit: float
     """Seconds without a beat of the follower after which the job ends itself."""
+    packages: tuple[str, ...] = SHARED_PACKAGES
+    """Packages whose versions must be the same on all nodes."""
 
     @property
     def folder(self) -> Path:

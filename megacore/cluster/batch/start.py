@@ -105,6 +105,7 @@ def _specification(
         python=sys.executable,
         workspace=str(workspace_root()),
         follower_limit=FOLLOWER_LIMIT,
+        packages=job.packages,
     )
 
 

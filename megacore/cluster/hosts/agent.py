@@ -27,7 +27,6 @@ import argparse
 import base64
 import contextlib
 import os
-import platform
 import re
 import signal
 import socket
@@ -44,7 +43,7 @@ from megacore.cluster.hosts.network import (
     interface_problem,
     interface_to,
 )
-from megacore.hardware import SHARED_PACKAGES, installed_version
+from megacore.hardware import shared_versions
 from megacore.launch.guard import catches, descendants, end_all, guarded, marked
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
@@ -199,7 +198,7 @@ class Agent:
             self._interface = interface_to(message["peer"])
         return {
             "host": socket.gethostname(),
-            "versions": versions(),
+            "versions": shared_versions(),
             "interface": self._interface,
             "port": free_port() if message["port"] else None,
             "problem": problem,
@@ -345,12 +344,6 @@ class HostRanks:
         for path in self._directory.glob("rank_*"):
             if RANK_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and SHARED_PACKAGES on this host; "none" if not installed."""
-    python = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    return python | {name: installed_version(name) or "none" for name in SHARED_PACKAGES}
 
 
 if __name__ == "__main__":

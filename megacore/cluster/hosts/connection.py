@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megacore.cluster.hosts.agent import RANK_FILE, versions
+from megacore.cluster.hosts.agent import RANK_FILE
 from megacore.cluster.hosts.channel import Channel, Message
 from megacore.cluster.hosts.plan import Plan, endpoint, meeting_addresses, plan_ssh
 from megacore.cluster.hosts.ssh import SSH_FAILED, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
+from megacore.hardware import check_versions, shared_versions
 from megacore.launch.guard import JOB_VARIABLE, host_mark, ignore_stops
 from megacore.launch.rank_table import StateReport
 
@@ -171,16 +172,11 @@ class HostSet:
         Raises:
             LaunchError: a host has other versions of packages than the head, or has a problem.
         """
-        head_versions = versions()
+        packages, here = self._plan.packages, shared_versions()
         for host in hosts:
             assert host.hello is not None
-            host_versions: dict[str, str] = host.hello["versions"]
-            for name in head_versions:
-                if host_versions.get(name) != head_versions[name]:
-                    raise LaunchError(
-                        f"host {host.name} has {name} {host_versions.get(name)} and this machine "
-                        f"{head_versions[name]}: install the same environment on all machines"
-                    )
+            versions = host.hello["versions"]
+            check_versions(packages, f"host {host.name}", versions, "this machine", here)
             if host.hello["problem"]:
                 raise LaunchError(
                     f"host {host.name} cannot take part: {host.hello['problem']}: correct "

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from megacore.cluster.hosts.network import local_address
 from megacore.cluster.hosts.ssh import Ssh, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
+from megacore.hardware import SHARED_PACKAGES
 from megacore.launch.failure import REPEATS, RESUMES
 
 RESUMED = frozenset({"megacore.ranks.pretrain", "megacore.ranks.finetune"})
@@ -66,6 +67,8 @@ class Plan:
     """True if the other hosts have separate workspaces."""
     retried: bool
     """True if this is not the first attempt: a host that does not answer was reachable before."""
+    packages: list[str] = field(default_factory=lambda: [*SHARED_PACKAGES])
+    """Packages whose versions must be the same on all hosts."""
 
     def write(self, path: Path) -> None:
         """Write the plan as JSON, atomically. Raises WorkspaceError."""

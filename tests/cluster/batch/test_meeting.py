@@ -44,7 +44,9 @@ def test_different_versions_are_refused_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = threading.local()
-    monkeypatch.setattr(meeting, "_versions", lambda: {"Python": "3.11.2", "torch": local.torch})
+    monkeypatch.setattr(
+        meeting, "shared_versions", lambda: {"Python": "3.11.2", "torch": local.torch}
+    )
     called_off = threading.Event()
 
     def start(rank: int, torch: str) -> None:
@@ -58,7 +60,7 @@ def test_different_versions_are_refused_and_named(
         first, second = pool.submit(start, 0, "2.13.0"), pool.submit(start, 1, "2.12.1")
         with pytest.raises(
             LaunchError,
-            match=r"two has torch 2\.12\.1 and one has 2\.13\.0: install the same on both",
+            match=r"two has torch 2\.12\.1 and one has 2\.13\.0: install the same",
         ):
             first.result()
         with pytest.raises(CalledOffError):

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megacore.cluster.hosts.agent import versions
 from megacore.cluster.hosts.channel import Channel, Message
+from megacore.hardware import shared_versions
 from megacore.launch.guard import JOB_VARIABLE
 from tests.launch._processes import alive, environment, none_alive
 
@@ -103,7 +103,7 @@ def test_hello_contains_versions_interface_and_port(head: Head) -> None:
     hello = head.prepare()
     loaded = psutil.Process(head.process.pid).memory_maps()
     assert not any("torch" in file.path for file in loaded), "it would start slowly"
-    assert hello["versions"] == versions()
+    assert hello["versions"] == shared_versions()
     assert hello["versions"]["torch"] != "none"
     assert (hello["interface"], hello["problem"]) == ("lo", None)
     assert 0 < hello["port"] < 2**16

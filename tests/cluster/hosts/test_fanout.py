@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.hosts.agent import versions
 from megacore.cluster.hosts.connection import HostSet
 from megacore.cluster.hosts.plan import Plan
 from megacore.errors import (
@@ -24,6 +23,7 @@ from megacore.errors import (
     RankLostError,
     RankStalledError,
 )
+from megacore.hardware import shared_versions
 from megacore.launch.exit_reason import read_launcher_reason
 from megacore.launch.supervise import supervise
 from tests.cluster._hosts import Hosts
@@ -439,7 +439,7 @@ def test_host_with_a_different_torch_is_refused_and_named(hosts: Hosts, tmp_path
     try:
         for connection in connections:
             connection.hello = {
-                "versions": versions(),
+                "versions": shared_versions(),
                 "interface": "lo",
                 "port": 29500,
                 "problem": None,
@@ -448,10 +448,17 @@ def test_host_with_a_different_torch_is_refused_and_named(hosts: Hosts, tmp_path
         assert [message["ranks"] for message in messages] == [[0, 1], [1, 1]]
         assert all("--master-port=29500" in message["command"] for message in messages)
         assert connections[1].hello is not None
-        connections[1].hello["versions"] = versions() | {"torch": "1.0"}
+        # without DeepSpeed's engine its version does not matter
+        connections[1].hello["versions"] = shared_versions() | {"deepspeed": "0.1"}
+        host_set.start_messages(connections, {})
+        connections[1].hello["versions"] = shared_versions() | {"torch": "1.0"}
         with pytest.raises(
             LaunchError, match=r"host two has torch 1\.0 and this machine .*: install the same"
         ):
+            host_set.start_messages(connections, {})
+        connections[1].hello["versions"] = shared_versions() | {"deepspeed": "0.1"}
+        host_set = HostSet(plan(hosts, tmp_path, "quick", packages=["torch", "deepspeed"]), {})
+        with pytest.raises(LaunchError, match=r"host two has deepspeed 0\.1 and this machine has"):
             host_set.start_messages(connections, {})
     finally:
         for connection in connections:
