@@ -92,7 +92,6 @@ _OF_PATHS = frozenset(
 """Errors that say what is at a path: nothing, or no file of the right kind."""
 _WITHOUT_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 """Errors where a hard link is not possible: there are none, too many, or none across disks."""
-_ELSEWHERE = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
 _FREE_SPACE = "free some space (in a workspace, `megacore clean` removes stale temporaries)"
 
 
@@ -375,13 +374,13 @@ def canonical_json(value: Any) -> bytes:
 
 @contextmanager
 def workspace_errors(
-    path: Path, elsewhere: str = _ELSEWHERE, *, only_writes: bool = False
+    path: Path, elsewhere: str | None = None, *, only_writes: bool = False
 ) -> Iterator[None]:
     """Turn the operating system's write errors into WorkspaceError or FileAccessError.
 
     Args:
         path: file or directory that is written.
-        elsewhere: advice to write to another place.
+        elsewhere: advice to write to another place; None means that of `_elsewhere`.
         only_writes: True if the block reads nothing, so that a missing directory is that of the
             output; otherwise its error may be that of an input, and is not changed.
     """
@@ -390,6 +389,7 @@ def workspace_errors(
     except OSError as error:
         if (fault := access_error(error, path)) is not None:
             raise fault from error
+        elsewhere = elsewhere or _elsewhere(path)
         advice = {
             "ENOSPC": f"{_FREE_SPACE} or {elsewhere}",
             "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
@@ -413,6 +413,14 @@ def workspace_errors(
         raise WorkspaceError(
             f"cannot write {_place(error, path)}: {error.strerror}: {advice[code]}{room}"
         ) from error
+
+
+def _elsewhere(path: Path) -> str:
+    """Return the advice to write to another place than `path`."""
+    from megacore.artifact.workspace import workspace_root  # which imports this module
+
+    inside = path.absolute().is_relative_to(workspace_root())
+    return f"write elsewhere{' (MEGACORE_WORKSPACE names another workspace)' if inside else ''}"
 
 
 def _lacks_directory(error: OSError) -> bool:
@@ -457,7 +465,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     """
     if needed > shutil.disk_usage(_existing_directory(path)).free:
         raise WorkspaceError(
-            f"{purpose} {_size(needed)}, and {free_text(path)}: {_FREE_SPACE} or {_ELSEWHERE}"
+            f"{purpose} {_size(needed)}, and {free_text(path)}: {_FREE_SPACE} or {_elsewhere(path)}"
         )
 
 

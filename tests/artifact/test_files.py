@@ -124,6 +124,18 @@ def test_missing_space_is_refused_with_both_numbers(
         raise OSError(28, "No space left on device")
 
 
+def test_another_workspace_is_advised_only_for_files_of_the_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
+    for path, advice in (
+        (tmp_path / "workspace" / "runs", r"write elsewhere \(MEGACORE_WORKSPACE names another"),
+        (tmp_path / "tokens.bin", "write elsewhere$"),
+    ):
+        with pytest.raises(WorkspaceError, match=advice), workspace_errors(path):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
