@@ -69,6 +69,12 @@ def check_output_file(path: Path, option: str) -> None:
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
 
 
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for a --seed that torch's generators do not take."""
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"--seed is {seed}: give one of {-(2**63)} … {2**64 - 1}")
+
+
 class Command(TyperCommand):
     """A command that refuses empty values, such as `--workspace "$UNSET"`.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megacore.cli._options import check_output_file
+from megacore.cli._options import check_output_file, check_seed
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError, MegacoreError
 
@@ -72,8 +72,7 @@ def compare(
             raise ConfigError("both --tokens and --text are given: give one of them")
         if any(not each for each in text or ()):
             raise ConfigError("--text is empty: give a text")
-        if not -(2**63) <= seed < 2**64:
-            raise ConfigError(f"--seed is {seed}: give one of {-(2**63)} … {2**64 - 1}")
+        check_seed(seed)
         if json_file is not None:
             check_output_file(json_file, "--json")
         options = Options(

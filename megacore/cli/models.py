@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from megacore.cli._options import check_output_file
+from megacore.cli._options import check_output_file, check_seed
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 from megacore.observe.logging import short_number
 
@@ -246,6 +246,7 @@ def generate(
     from megacore.convert.model_source import find_model, find_tokenizer, require_family
     from megacore.jobs.model import GenerateOptions, new_token_limits
 
+    check_seed(seed)
     options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
     path = _model_path(model, checkpoint)
     _check_interactive(interactive, prompt, prompt_file, as_json, tensor_model_parallel_size)

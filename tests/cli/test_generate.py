@@ -61,6 +61,7 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
             ConfigError,
             "top_p is 1.5: give a probability above 0 and up to 1",
         ),
+        (("--prompt", "a", "--seed", 2**64), ConfigError, f"--seed is {2**64}: give one of -"),
         (
             ("--prompt", "a", "--max-new-tokens", 64),
             ConfigError,
