@@ -5,6 +5,7 @@ The command `megacore init` proposes a configuration from it.
 
 import glob
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,11 @@ class Survey:
 def survey(paths: Sequence[Path]) -> Survey:
     """Look at files and directories and return what they hold.
 
-    The kind with the most bytes is taken. Raises ConfigError with one sentence if there is no text.
+    The kind with the most bytes is taken. A path that is given twice counts once. Raises
+    ConfigError with one sentence if there is no text.
     """
     try:
+        paths = [*{os.path.realpath(path): path for path in paths}.values()]
         candidates = [entry for path in paths for entry in _candidates(path)]
         sizes: dict[Kind, int] = {}
         for path, kind, _ in candidates:

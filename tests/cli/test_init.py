@@ -135,6 +135,16 @@ def test_a_directory_gives_its_text_and_names_what_is_skipped(here: Path) -> Non
     assert config.data.shuffle_documents
 
 
+def test_a_path_that_is_given_twice_counts_once(here: Path) -> None:
+    (here / "d").mkdir()
+    (here / "d" / "a.txt").write_text(prose(100_000))
+    assert run("d", "d/../d", str(here / "d")).exit_code == 0
+    source = written("d").data.source
+    assert isinstance(source, TextSource)
+    assert len(source.files) == 1
+    assert "# 100," in (here / "d.yaml").read_text()
+
+
 def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
     rows = [
         {"id": str(number), "body": prose(1_000, number), "score": number} for number in range(100)
