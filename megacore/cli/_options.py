@@ -3,6 +3,7 @@
 `--data-prefix 0.3 A 0.7 B` is an option with several values, as in Megatron-LM's tools.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,27 @@ def check_output_file(path: Path, option: str) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
+
+
+def refuse_sealed(output: Path, option: str) -> None:
+    """Raise ConfigError if a new output is in a checkpoint, or in an artifact of the workspace.
+
+    It would change what their last file describes, and would be deleted with them.
+    """
+    from megacore.artifact.manifest import MANIFEST_NAME
+    from megacore.artifact.workspace import workspace_root
+    from megacore.checkpoint.format import MARKER_NAME
+
+    root = os.path.realpath(workspace_root())
+    for place in Path(os.path.realpath(output)).parents:
+        # Elsewhere a file of this name may be another program's.
+        names = (MARKER_NAME, MANIFEST_NAME) if place.is_relative_to(root) else (MARKER_NAME,)
+        for name in names:
+            if (place / name).is_file():
+                raise ConfigError(
+                    f"{option} {output} is in {place}, whose {name} says that it is complete: "
+                    f"give another {option}"
+                )
 
 
 def check_seed(seed: int) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from megacore.cli._options import refuse_sealed
 from megacore.errors import ConfigError
 
 _OFFLINE = {
@@ -75,6 +76,7 @@ def import_(
     from megacore.artifact.files import check_output
     from megacore.convert.imported import OPENERS, import_model
 
+    refuse_sealed(output, "--output")
     check_output(output)
     [(form, source)] = named_sources.items()
     foreign = OPENERS[form](source)
@@ -135,6 +137,7 @@ def export(
     from megacore.convert.ungated_export import export_core, export_hf, export_megatron, open_source
     from megacore.observe.runs import named_directory
 
+    refuse_sealed(output, "--output")
     check_output(output)
     source = open_source(named_directory(checkpoint), tokenizer)
     if form == "hf":

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from megacore.cli._options import VariadicCommand
+from megacore.cli._options import VariadicCommand, refuse_sealed
 from megacore.errors import ConfigError, FileAccessError, WorkspaceError
 from megacore.observe.logging import counted
 
@@ -92,6 +92,7 @@ def curate(
         document_bytes=max_document_mb * 10**6,
         workers=workers,
     )
+    refuse_sealed(output, "--output")
     started = time.monotonic()
     work = output.absolute().with_name(f".{output.absolute().name}.curate")
     compared = sum(Path(part.path).stat().st_size for parts in sources for part in parts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from megacore.cli._options import VariadicCommand
+from megacore.cli._options import VariadicCommand, refuse_sealed
 from megacore.errors import ConfigError
 from megacore.observe.logging import counted
 
@@ -112,6 +112,7 @@ def index(
     samples = _sample_counts(split, (train_samples, valid_samples, test_samples))
     _check_weights_count(mixture, samples)
     build = build_index_maps if kind == "gpt" else build_sentence_maps
+    refuse_sealed(output, "--output")
     with staged(output) as directory:
         counts = build(mixture, directory, options, samples)
     for name, entry in counts.items():

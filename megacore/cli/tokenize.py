@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from megacore.cli._options import VariadicCommand
+from megacore.cli._options import VariadicCommand, refuse_sealed
 from megacore.cli._preprocess_data import translated
 from megacore.errors import ConfigError
 from megacore.observe.logging import counted
@@ -146,6 +146,7 @@ def tokenize(
         partitions=1 if keep_sequential_samples else partitions,
     )
     _check_sentences(options)
+    refuse_sealed(Path(output_prefix), "--output-prefix")
     targets: dict[str, Inputs] = {}
     for key in dict.fromkeys(json_key or ["text"]):
         _check_names(output_prefix, key)

@@ -206,3 +206,31 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         ConversionError, match=r"config\.json cannot be read \(No such file or directory\)"
     ):
         run("import", "--from-hf", tmp_path, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["workspace", "elsewhere"])
+@pytest.mark.parametrize("seal", ["complete.json", "manifest.json"])
+def test_an_output_in_a_checkpoint_or_an_artifact_is_refused(
+    seal: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path if inside else tmp_path / "other"))
+    place = tmp_path / "runs"
+    place.mkdir()
+    (place / seal).write_text("{}")
+    (tmp_path / "link").symlink_to(place)
+    tokens = ["tokenize", "--input", "no.jsonl", "--vocab-file", "v", "--merge-file", "m"]
+    steps = ["curate", "--input", str(place / seal), "--steps", str(tmp_path / "steps.yaml")]
+    (tmp_path / "steps.yaml").write_text("[{step: exact_dedup}]")
+    refused = inside or seal == "complete.json"
+    for arguments in (
+        ["export", "--checkpoint", "nowhere", "--output"],
+        ["import", "--from-hf", "nowhere", "--output"],
+        ["index", "--data-prefix", "nowhere", "--seq-length", "8", "--output"],
+        [*steps, "--output"],
+        [*tokens, "--output-prefix"],
+    ):
+        for output in (place / "new", tmp_path / "link" / "a" / "b"):
+            error = CliRunner().invoke(app, [*arguments, str(output)]).exception
+            sentence = f"{arguments[-1]} {output} is in {place}, whose {seal} says that it is"
+            assert (sentence in str(error)) == refused, error
+    assert not refused or [path.name for path in place.iterdir()] == [seal]
