@@ -357,7 +357,7 @@ def refuse(directory: Path, problem: str | None) -> None:
 
 
 def _incomplete(directory: Path) -> str:
-    return f"{directory} has no {MARKER_NAME}: it is not a complete checkpoint"
+    return f"{directory} has no {MARKER_NAME}, so it is not complete: use another checkpoint"
 
 
 def complete_checkpoints(

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: 
 
 def test_missing_inputs_are_refused(original: Exported, tmp_path: Path) -> None:
     job = original.job.model_copy(update={"output_directory": str(tmp_path / "export")})
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is not complete: use another checkpoint"):
         export(job.model_copy(update={"checkpoint": str(tmp_path)}))
     with pytest.raises(ConversionError, match=r"tokenizer_config\.json cannot be read"):
         export(job.model_copy(update={"tokenizer_directory": str(tmp_path)}))

@@ -68,7 +68,11 @@ def test_a_checkpoint_of_megatron_is_refused_with_the_import_command(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")]
+    ("path", "message"),
+    [
+        ("nowhere", "is no directory"),
+        ("own", "has no complete.json, so it is not complete: use another"),
+    ],
 )
 def test_a_path_without_a_model_is_refused(root: Path, path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):

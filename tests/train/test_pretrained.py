@@ -122,7 +122,7 @@ def test_checkpoint_of_another_model_or_incomplete_is_refused(
         CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"
     ):
         _runs.train(other, data, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is not complete: use another checkpoint"):
         _runs.train(config(tmp_path / "nothing"), data, tmp_path / "none")
     assert not (tmp_path / "other/checkpoints").exists()
 
