@@ -4,8 +4,9 @@ A file may extend others with `extends: NAME`: its values are merged over theirs
 Validation errors of pydantic are translated into clauses with the key, the value and what to do.
 """
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -75,6 +76,8 @@ _KERNELS = ("train", "kernels")
 _LAUNCH = ("launch",)
 WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
+_WITHOUT_PATHS = "export"
+"""Section of a pretraining whose texts are no paths, such as the prompt of a sample."""
 _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """Characters that no path has, or UTF-8 cannot encode; an escape of YAML or JSON can name them.
 
@@ -170,6 +173,8 @@ def load_config(
     value comes from.
     """
     merged = _read_values(conf, overrides, conf_dir, _PRETRAINING)
+    for name in merged.values.keys() - {_WITHOUT_PATHS}:
+        merged.values[name] = _map_texts(merged.values[name], _with_home)
     _read_deepspeed_json(merged, conf_dir)
     return validated(RunConfig, merged.values, merged.origin, merged=merged)
 
@@ -302,7 +307,7 @@ def _read_values(
             f"{merged.origin}: {key} has the character {character!r}, which no path or text of a "
             f"file can have: remove it{merged.place_of(key)}"
         )
-    merged = merged._replace(values=_with_workspace(merged.values))
+    merged = merged._replace(values=_map_texts(merged.values, _with_workspace))
     merged.values.setdefault("name", name_of(merged.path))
     return merged
 
@@ -329,13 +334,26 @@ def _unusable(value: Any, location: Location = ()) -> Iterator[tuple[str, str]]:
         yield from _unusable(item, (*location, name))
 
 
-def _with_workspace(value: Any) -> Any:
-    """Return a value of a file in which texts have the workspace's path for `WORKSPACE`."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of a file with each of its texts changed."""
     if isinstance(value, dict):
-        return {key: _with_workspace(item) for key, item in value.items()}
+        return {key: _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_workspace(item) for item in value]
-    return value.replace(WORKSPACE, str(workspace_root())) if isinstance(value, str) else value
+        return [_map_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _with_workspace(text: str) -> str:
+    """Return a text of a file with the workspace's path for `WORKSPACE`."""
+    return text.replace(WORKSPACE, str(workspace_root()))
+
+
+def _with_home(text: str) -> str:
+    """Return a text of a file with the home directory's path for `~` in front of a slash.
+
+    The key of a fine-tuning contains its paths as they are written, so its stages expand them.
+    """
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def _read_extended(

@@ -550,6 +550,29 @@ def test_the_workspace_is_a_placeholder_in_files_and_overrides(
     )
 
 
+def test_a_path_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    path = tmp_path / "own.yaml"
+    path.write_text('data: {source: {kind: text, files: ["~/texts/*.txt", "a/~/b.txt", "~x.txt"]}}')
+    overrides = {
+        "train.pretrained_checkpoint": "~/iter_0000010",
+        "evaluate.lm_eval": {"tasks": ["a"], "include_path": "~/tasks"},
+        "export.sample_prompt": "~/bin is",
+        "engine": "deepspeed",
+        "deepspeed.config": "~/ds.json",
+    }
+    config = load_config(str(path), overrides)
+    assert isinstance(config.data.source, TextSource)
+    assert config.data.source.files == (f"{tmp_path}/texts/*.txt", "a/~/b.txt", "~x.txt")
+    assert config.train.pretrained_checkpoint == f"{tmp_path}/iter_0000010"
+    assert config.evaluate.lm_eval.include_path == f"{tmp_path}/tasks"
+    assert config.export.sample_prompt == "~/bin is"
+    assert config.deepspeed.config is not None
+
+
 def test_an_integer_with_leading_zeros_is_decimal() -> None:
     assert parse_overrides(["seed=0123", "a=-010", "b=00", "c=0x1F", "d=0b11", "e=089"]) == {
         **{"seed": 123, "a": -10, "b": 0, "c": 31, "d": 3},
