@@ -5,12 +5,6 @@ import gc
 import sys
 from types import TracebackType
 
-from megacore.errors import MegacoreError
-from megacore.observe.logging import prepare_output
-from tasks._environment import prepare_environment
-from tasks._logging import shorten_user_errors
-from tasks._temporary_server import GC_THRESHOLDS
-
 
 def report_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -24,6 +18,13 @@ def report_uncaught(
 
 if sys.argv[0] == "-m":  # for `python -m flows.…`, which is looked up now, not in a worker
     sys.excepthook = report_uncaught
+
+from megacore.errors import MegacoreError  # noqa: E402
+from megacore.observe.logging import prepare_output  # noqa: E402
+from tasks._environment import prepare_environment  # noqa: E402
+from tasks._logging import shorten_user_errors  # noqa: E402
+from tasks._temporary_server import GC_THRESHOLDS  # noqa: E402
+
 prepare_output()
 gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
 atexit.register(gc.freeze)  # nothing needs to be collected when the process ends

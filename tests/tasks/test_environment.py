@@ -101,6 +101,24 @@ def test_ctrl_c_while_a_flow_is_imported_is_one_line(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "ValueError: broken\n"
 
 
+def test_ctrl_c_is_one_line_from_the_first_import_of_a_flow_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import flows
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "megacore.errors", Interrupted())  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    path = Path(flows.__file__)
+    with pytest.raises(KeyboardInterrupt):
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": "flows"})
+    assert sys.excepthook.__name__ == "report_uncaught"
+
+
 def test_a_deleted_working_directory_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
