@@ -89,9 +89,24 @@ class _RecordingContext(SpawnContext):
 
     def Process(self, *values: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
         """Return a new process for the pool and record it."""
-        process = SpawnProcess(*values, **named)
+        process = _Worker(*values, **named)
         self.started.append(process)
         return process
+
+
+class _Worker(SpawnProcess):
+    """A process to which Ctrl-C is blocked until it ignores it."""
+
+    def start(self) -> None:
+        """Start the process, which inherits this thread's signal mask.
+
+        An interrupt while it imports modules would end it with a traceback.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(initializer: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
@@ -107,6 +122,7 @@ def _end_with_parent() -> None:
     before the pool does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = parent_process()
     assert parent is not None
 

@@ -1,8 +1,10 @@
 import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import pytest
@@ -50,3 +52,30 @@ def test_end_of_the_newest_process_breaks_the_pool_while_others_work() -> None:
             newest.result(60)
     finally:
         pool.kill()
+
+
+def blocked() -> set[signal.Signals]:
+    """Return the signals that this thread blocks."""
+    return {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+
+
+def ignores_interrupts() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not blocked()
+
+
+def test_an_interrupt_does_not_reach_a_process_that_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    masks: list[set[signal.Signals]] = []
+    start = SpawnProcess.start
+
+    def record(process: SpawnProcess) -> None:
+        masks.append(blocked())
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", record)
+    before = blocked()
+    with WorkerPool(1) as pool:
+        assert pool.submit(ignores_interrupts).result(60)
+    assert masks == [before | {signal.SIGINT}]
+    assert blocked() == before
