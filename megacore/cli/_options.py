@@ -62,9 +62,16 @@ def with_options(text: str) -> str:
 
 
 def check_output_file(path: Path, option: str) -> None:
-    """Raise ConfigError if the file that an option names cannot be written for its place."""
+    """Raise ConfigError if the file that an option names cannot be written for its place.
+
+    A file replaces what is there, and must not replace a device, a pipe, or a link such as
+    /dev/stdout.
+    """
     if path.is_dir():
         raise ConfigError(f"{option} is {path}, which is a directory: give a file")
+    in_devices = path.is_symlink() and path.absolute().is_relative_to("/dev")
+    if in_devices or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{option} is {path}, which is no regular file: give a file")
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megacore.cli._options import check_output_file
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError
 
@@ -101,12 +102,8 @@ def doctor(
         data = data_at(tokens, vocab_size)
     elif config is not None:
         data = data_of(config, place)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--output is {output}, and its directory does not exist: make it, or name another file"
-        )
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output is {output}, which is a directory: give a file")
+    if output is not None:
+        check_output_file(output, "--output")
     examination = examine(Subject.of_launch(launch, place.root, config, data), full=not quick)
     if output is not None:
         write_json(output, examination.as_json())

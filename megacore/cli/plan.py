@@ -154,12 +154,14 @@ def _check_search(
 
 
 def _predict_table(table: Path | None, output: Path | None) -> None:
+    from megacore.cli._options import check_output_file
     from megacore.plan.table import predict_table
 
     if table is None:
         raise ConfigError("--output given without --table: name the table of runs to predict")
     if output is None:
         raise ConfigError("--table needs --output FILE.csv, the table with the predictions")
+    check_output_file(output, "--output")
     rows, refused = predict_table(table, output)
     _print(f"{counted(rows, 'row')}, {refused} refused, wrote {output}")
 

@@ -25,7 +25,7 @@ def test_an_unwritable_output_is_refused_before_any_check(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "o.json")])
     assert result.exit_code != 0
     assert isinstance(result.exception, ConfigError)
-    assert "its directory does not exist" in str(result.exception)
+    assert "no is no directory: make it first" in str(result.exception)
 
 
 def test_json_is_printed_and_written_to_a_file(tmp_path: Path) -> None:

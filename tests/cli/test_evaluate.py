@@ -1,11 +1,13 @@
 """`megacore evaluate`: equal scores for every layout and form of the weights, and refusals."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacore.cli._options import check_output_file
 from megacore.cli.models import _print_scores
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from tests.cli._model import Files, output, run, write_files
@@ -141,3 +143,13 @@ def test_passkey_cells_are_rows_after_the_totals(capsys: pytest.CaptureFixture[s
         ("prompts", "8"),
         ("ranked accuracy, 1,024 tokens, depth 0.5", "0.7500"),
     ]
+
+
+def test_an_output_that_would_replace_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("file")
+    for path in (Path("/dev/null"), Path("/dev/stdout"), tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=f"--output is {path}, which is no regular file"):
+            check_output_file(path, "--output")
+    check_output_file(tmp_path / "new", "--output")
+    check_output_file(tmp_path / "link", "--output")
