@@ -80,6 +80,16 @@ def common(root: Path, run_directory: Path, attempt: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("distributed", ["ddp", "zero2", "zero3", "fsdp"])
+def test_hosts_compare_the_version_of_deepspeed_for_its_stages(
+    tmp_path: Path, distributed: str
+) -> None:
+    settings = config(tmp_path, launch={"distributed": distributed})
+    values = common(tmp_path, tmp_path, 1) | {"config": settings}
+    compared = "deepspeed" in FinetuneJob(**values).packages
+    assert compared == distributed.startswith("zero")
+
+
 def events(run_directory: Path) -> list[dict[str, Any]]:
     return [event for event, _ in EventReader(run_directory / "events.jsonl")]
 
