@@ -11,7 +11,7 @@ twice at a step. A data set of weight 0 gives nothing in that step.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megacore.config.data import IndexStyle
 from megacore.data import _compiled
-from megacore.data.index_directory import BLEND_MAP_NAMES, map_path, save_array
+from megacore.data.index_directory import save_blend
 from megacore.data.index_options import Member, Mixture, WeightStep
 from megacore.errors import ConfigError, DataFormatError
 
@@ -224,9 +224,7 @@ def write_blend(
                 f"the {split_name} blend draws {count} samples from {member.prefix}, which has "
                 f"{size}: ask for fewer"
             )
-    dataset_name, sample_name = BLEND_MAP_NAMES
-    save_array(map_path(directory, split_name, dataset_name), dataset_index)
-    save_array(map_path(directory, split_name, sample_name), sample_index)
+    save_blend(directory, split_name, (dataset_index, sample_index))
     entries = [
         {"prefix": os.path.basename(member.prefix), **entry, "drawn": count}
         for member, entry, count in zip(mixture.of(split_name), members, drawn, strict=True)
@@ -275,11 +273,11 @@ def build_blend(
     The weights are normalized even if they already add up to 1, because Megatron core does so.
     Those of `steps` apply from their sample on; all samples before are the same without the step.
     """
-    dataset_index = np.empty(size, np.int16)
-    sample_index = np.empty(size, np.int64)
     parts = phases(weights, steps, size)
     if len(parts) == 1 and all(parts[0].shares):
         return _compiled.build_blend(np.asarray(parts[0].shares), size)
+    dataset_index = np.empty(size, np.int16)
+    sample_index = np.empty(size, np.int64)
     given, due = np.zeros(len(weights), np.int64), [0.0] * len(weights)
     for phase in parts:
         surplus = [
@@ -290,17 +288,13 @@ def build_blend(
             np.asarray(phase.shares), phase.stop - phase.start, surplus=surplus
         )
         dataset_index[phase.start : phase.stop] = members
-        for start, stop in _pieces(len(samples)):
-            samples[start:stop] += given[members[start:stop]]
+        for start in range(0, len(samples), _PIECE):
+            piece = slice(start, start + _PIECE)
+            samples[piece] += given[members[piece]]
         sample_index[phase.start : phase.stop] = samples
         given += np.bincount(members, minlength=len(weights))
         due = [before + part for before, part in zip(due, targets([phase]), strict=True)]
     return dataset_index, sample_index
-
-
-def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, count, _PIECE):
-        yield start, min(start + _PIECE, count)
 
 
 def build_exhaustive_blend(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.index_options import IndexOptions, Mixture, split_ranges
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _EXAMPLES = 20
@@ -60,8 +60,5 @@ def _documents(
     bounds = dataset.document_indices
     if options.sentences is None:  # splits divide sequences, which are documents
         bounds = np.arange(len(dataset) + 1)
-    first, last = 0, len(bounds) - 1
-    if options.split is not None:
-        first, last = split_ranges(options.split, last, options.style)[split]
-    for number in range(first, last):
+    for number in range(*options.range_of(split, len(bounds) - 1)):
         yield number, dataset.token_range(int(bounds[number]), int(bounds[number + 1]))

@@ -104,6 +104,16 @@ def save_array(path: Path, values: npt.NDArray[Any]) -> None:
         file.write(values.data)
 
 
+def save_blend(
+    directory: str | Path,
+    split_name: str,
+    indices: Sequence[npt.NDArray[Any]],
+) -> None:
+    """Write the dataset index and the dataset sample index of a split. Raises WorkspaceError."""
+    for map_name, values in zip(BLEND_MAP_NAMES, indices, strict=True):
+        save_array(map_path(directory, split_name, map_name), values)
+
+
 def save_maps(maps: IndexMaps, directory: str | Path, split_name: str) -> None:
     """Write a split's three `.npy` files. Raises WorkspaceError."""
     arrays = (maps.document_index, maps.sample_index, maps.shuffle_index)

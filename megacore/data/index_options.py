@@ -20,6 +20,11 @@ from megacore.errors import ConfigError
 SPLIT_NAMES = ("train", "valid", "test")
 """Names of the splits in the order of the weights."""
 SentenceModel = Literal["bert", "t5"]
+MASKED_LM_SPECIAL_TOKENS = 3
+"""Number of special tokens of a BERT sample: [CLS] and two [SEP]."""
+T5_SPECIAL_TOKENS = 2
+"""Number of special tokens, a start and an end, for which Megatron core reserves room in a T5
+sample."""
 MAX_MEMBERS = 2**15 - 1
 """Maximum number of data sets of a blend, which numbers them with an i16."""
 
@@ -94,11 +99,8 @@ class SentenceOptions:
 
     @property
     def special_tokens(self) -> int:
-        """Number of special tokens of a sample.
-
-        BERT has [CLS] and two [SEP], T5 a start and an end.
-        """
-        return 3 if self.kind == "bert" else 2
+        """Number of special tokens of a sample."""
+        return MASKED_LM_SPECIAL_TOKENS if self.kind == "bert" else T5_SPECIAL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,12 @@ class IndexOptions:
     def extra(self) -> int:
         """Number of tokens that a sample reads beyond seq_length, 0 or 1."""
         return int(self.add_extra_token)
+
+    def range_of(self, split_name: str, count: int) -> tuple[int, int]:
+        """Return the first and end element of a split, if a data set has `count` elements."""
+        if self.split is None:
+            return 0, count
+        return split_ranges(self.split, count, self.style)[split_name]
 
     def keeps_partial(self, split_name: str) -> bool:
         """Return True if the split keeps a last, shorter sample."""

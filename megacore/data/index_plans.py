@@ -193,9 +193,7 @@ def _plan_member(
         raise DataFormatError(
             f"{dataset.prefix} has {len(dataset)} sequences; the maps number up to {INT32_MAX}"
         )
-    first, last = 0, len(dataset)
-    if options.split is not None:
-        first, last = split_ranges(options.split, len(dataset), options.style)[name]
+    first, last = options.range_of(name, len(dataset))
     tokens = dataset.count_tokens(first, last)
     if tokens >= (1 if none_needed else _least_tokens(options, name)):
         epochs = _plan_epochs(dataset, first, last, options, name, requested)

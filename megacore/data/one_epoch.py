@@ -13,18 +13,18 @@ from megacore.config.run import RunConfig
 from megacore.data.blend import build_exhaustive_blend
 from megacore.data.build import MemberOpener, describe, open_split
 from megacore.data.index_directory import (
-    BLEND_MAP_NAMES,
     SENTENCE_MAP_NAME,
     IndexDescription,
     map_path,
     save_array,
+    save_blend,
     save_maps,
 )
 from megacore.data.index_maps import member_maps
-from megacore.data.index_options import SPLIT_NAMES, Member, Mixture, split_ranges
+from megacore.data.index_options import SPLIT_NAMES, Member, Mixture
 from megacore.data.index_plans import MemberPlan, plan_splits
 from megacore.data.samples import BlendedDataset, Dataset
-from megacore.data.sentence_maps import SentencePart, build_sentence_map, document_range
+from megacore.data.sentence_maps import SentencePart, build_sentence_map, sequence_range
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _SAMPLES = 1 << 16
@@ -79,10 +79,8 @@ def one_epoch(
             return opener.empty()
         if len(members) == 1:
             return members[0]
-        dataset_index, sample_index = build_exhaustive_blend([len(member) for member in members])
-        dataset_name, sample_name = BLEND_MAP_NAMES
-        save_array(map_path(directory, split_name, dataset_name), dataset_index)
-        save_array(map_path(directory, split_name, sample_name), sample_index)
+        blend = build_exhaustive_blend([len(member) for member in members])
+        save_blend(directory, split_name, blend)
         return BlendedDataset(members, directory, split_name, numbers)
 
 
@@ -104,19 +102,8 @@ def train_tokens(
     description = describe(token_prefixes, index_directory, config)
     for number in description.blends.get("train", ()):
         tokens = IndexedDataset(token_prefixes[number])
-        first, last = _sequences(tokens, description)
+        first, last = sequence_range(tokens, description.options, "train")
         yield tokens.prefix, tokens.token_range(first, last)
-
-
-def _sequences(tokens: IndexedDataset, description: IndexDescription) -> tuple[int, int]:
-    """Return (first sequence, sequence after the last) of the train split."""
-    options = description.options
-    if options.sentences is not None:
-        first, last = document_range(tokens, options, "train")
-        return int(tokens.document_indices[first]), int(tokens.document_indices[last])
-    if options.split is None:
-        return 0, len(tokens)
-    return split_ranges(options.split, len(tokens), options.style)["train"]
 
 
 def _train_labels(
@@ -139,7 +126,7 @@ def _build(prefix: str, folder: Path, split_name: str, description: IndexDescrip
     options = description.options
     tokens = IndexedDataset(prefix)
     if options.sentences is not None:
-        first, last = document_range(tokens, options, split_name)
+        first, last = options.range_of(split_name, tokens.documents)
         rows = build_sentence_map(SentencePart(tokens, first, last, None), options)
         save_array(map_path(folder, split_name, SENTENCE_MAP_NAME), rows)
         return

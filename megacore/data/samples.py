@@ -215,9 +215,10 @@ class BlendedDataset:
         positions = check_indices(indices, len(self), self._paths[0])
         out = empty_batch(len(positions), self.width) if out is None else out
         try:
-            gather_members(
-                self._members, self._dataset_index[positions], self._sample_index[positions], out
-            )
+            numbers, samples = self._dataset_index[positions], self._sample_index[positions]
+            for number in np.unique(numbers):  # each member that has any of the samples
+                rows = np.flatnonzero(numbers == number)
+                self._members[number].gather(samples[rows], out, rows)
         except IndexError as error:
             raise DataFormatError(
                 f"{self._paths[1]} does not belong to its members: {error}"
@@ -254,18 +255,3 @@ def check_indices(indices: Indices, limit: int, owner: str | Path) -> npt.NDArra
     if wrong.size:
         raise IndexError(f"{owner} has no sample {wrong[0]}: it has {limit}")
     return positions
-
-
-def gather_members(
-    members: Sequence[MemberDataset],
-    numbers: npt.NDArray[Any],
-    samples: npt.NDArray[np.int64],
-    out: Batch,
-) -> None:
-    """Read sample `samples[i]` of member `numbers[i]` into row i of `out`.
-
-    Each member that has any of the samples is called once.
-    """
-    for number in np.unique(numbers):
-        rows = np.flatnonzero(numbers == number)
-        members[number].gather(samples[rows], out, rows)

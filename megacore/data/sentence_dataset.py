@@ -11,15 +11,12 @@ import numpy as np
 from megacore.config.data import MaskedLmConfig, SpanCorruptionConfig
 from megacore.data._compiled import BertSampler, MaskingRules, T5Sampler
 from megacore.data.index_directory import SENTENCE_MAP_NAME, map_path
+from megacore.data.index_options import MASKED_LM_SPECIAL_TOKENS, T5_SPECIAL_TOKENS
 from megacore.data.samples import MappedDataset
 from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError
 from megacore.tokenizer.vocabulary import Vocabulary
 
-MASKED_LM_SPECIAL_TOKENS = 3
-"""Number of special tokens of a BERT sample: [CLS] and two [SEP]."""
-T5_SPECIAL_TOKENS = 2
-"""Number of special tokens for which Megatron core reserves room in a T5 sample."""
 _MOST_WORDS = 10
 _PROBABILITY = 0.2
 """Probability that a span ends after a word (Joshi et al. 2019)."""

@@ -31,7 +31,6 @@ from megacore.data.index_options import (
     IndexOptions,
     Mixture,
     SentenceOptions,
-    split_ranges,
 )
 from megacore.data.index_plans import UINT32_MAX, check_agreement, check_requested
 from megacore.errors import ConfigError, DataFormatError
@@ -226,13 +225,17 @@ def load_sentence_map(
     return rows
 
 
-def document_range(
+def sequence_range(
     dataset: IndexedDataset, options: IndexOptions, split_name: str
 ) -> tuple[int, int]:
-    """Return (first document, document after the last) of a split."""
-    if options.split is None:
-        return 0, dataset.documents
-    return split_ranges(options.split, dataset.documents)[split_name]
+    """Return (first sequence, sequence after the last) of a split.
+
+    Splits divide sequences, or, for samples of whole sentences, documents.
+    """
+    if options.sentences is None:
+        return options.range_of(split_name, len(dataset))
+    first, last = options.range_of(split_name, dataset.documents)
+    return int(dataset.document_indices[first]), int(dataset.document_indices[last])
 
 
 def sentences_of(options: IndexOptions) -> SentenceOptions:
@@ -263,7 +266,7 @@ def _plan_splits(
             mixture.of(name), division.asked, least, strict=True
         ):
             dataset = datasets[member.prefix]
-            first, last = document_range(dataset, options, name)
+            first, last = options.range_of(name, dataset.documents)
             parts[member.prefix] = SentencePart(
                 dataset, first, last, 0 if requested == 0 else member_samples, later
             )

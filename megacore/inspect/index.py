@@ -25,7 +25,7 @@ from megacore.data.index_directory import (
     read_description,
 )
 from megacore.data.index_options import IndexOptions
-from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
+from megacore.data.sentence_maps import load_sentence_map, sentences_of, sequence_range
 from megacore.errors import DataFormatError
 from megacore.inspect.tokens import blocks, document_of
 from megacore.observe.logging import counted
@@ -410,7 +410,7 @@ def check_sentence_map(
         directory, split, dataset, options.seq_length - sentences.special_tokens
     )
     starts = dataset.document_indices
-    first, last = (int(starts[place]) for place in document_range(dataset, options, split))
+    first, last = sequence_range(dataset, options, split)
     used = np.zeros(dataset.documents, np.bool_)
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK].astype(np.int64)

@@ -17,8 +17,8 @@ from megacore.config.data import PrefixSource
 from megacore.config.run import RunConfig
 from megacore.data.blend import Phase, phases, shares, temperature_weights
 from megacore.data.index_directory import BLEND_MAP_NAMES, load_map, map_path
-from megacore.data.index_options import SPLIT_NAMES, IndexOptions, WeightStep, split_ranges
-from megacore.data.sentence_maps import document_range
+from megacore.data.index_options import SPLIT_NAMES, IndexOptions, WeightStep
+from megacore.data.sentence_maps import sequence_range
 from megacore.errors import ConfigError, DataFormatError
 from megacore.inspect.index import describe_index
 from megacore.token_files.indexed_dataset import IndexedDataset
@@ -61,16 +61,7 @@ def mixture_of_index(directory: Path) -> JsonReport:
 
 def _train_tokens(dataset: IndexedDataset, options: IndexOptions) -> int:
     """Return the tokens of a data set's train split."""
-    if options.sentences is not None:
-        starts = dataset.document_indices
-        first, last = (
-            int(starts[place]) for place in document_range(dataset, options, SPLIT_NAMES[0])
-        )
-    elif options.split is None:
-        first, last = 0, len(dataset)
-    else:
-        first, last = split_ranges(options.split, len(dataset), options.style)[SPLIT_NAMES[0]]
-    return dataset.count_tokens(first, last)
+    return dataset.count_tokens(*sequence_range(dataset, options, SPLIT_NAMES[0]))
 
 
 def _counted_epochs(directory: Path, members: int) -> list[float | None]:
