@@ -36,6 +36,7 @@ from benchmarks._verdict import Check, verdict
 from megacore.data import _compiled as helpers
 from megacore.data.blend import build_blend
 from megacore.data.index_maps import build_split
+from megacore.data.index_options import IndexOptions
 from megacore.data.index_plans import EpochPlan, plan_epochs
 
 EPOCHS = 10
@@ -62,7 +63,8 @@ def our_maps(documents: int) -> Work:
     epochs = plan(lengths)
 
     def work() -> list[np.ndarray]:
-        maps = build_split(lengths, 0, documents, epochs, SEQ_LENGTH, SEED)
+        options = IndexOptions(split=None, seq_length=SEQ_LENGTH, seed=SEED)
+        maps = build_split(lengths, 0, documents, epochs, options)
         return [maps.document_index, maps.sample_index, maps.shuffle_index]
 
     return work

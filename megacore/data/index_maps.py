@@ -20,7 +20,6 @@ over; here that entry counts as a sample.
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
-from megacore.config.data import IndexStyle, Packing
+from megacore.config.data import IndexStyle
 from megacore.data import _compiled as helpers
 from megacore.data.best_fit import build_best_fit
 from megacore.data.blend import write_blend
@@ -38,12 +37,8 @@ from megacore.data.index_directory import (
     save_maps,
     write_description,
 )
-from megacore.data.index_options import (
-    IndexOptions,
-    Mixture,
-)
+from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.index_plans import (
-    EXTRA_TOKENS,
     INT32_MAX,
     UINT32_MAX,
     EpochPlan,
@@ -139,49 +134,31 @@ def build_index_maps(
     return counts
 
 
-def member_maps(
-    lengths: npt.NDArray[np.int32], member: MemberPlan, options: IndexOptions
-) -> IndexMaps:
-    """Build the maps of a data set's part in a split; `lengths` are those of all its sequences."""
-    return build_split(
-        lengths,
-        member.first,
-        member.last,
-        member.epochs,
-        options.seq_length,
-        options.seed,
-        extra=options.extra,
-        packing=options.packing,
-        style=options.style,
-    )
-
-
 def build_split(
     lengths: npt.NDArray[np.int32],
     first: int,
     last: int,
     plan: EpochPlan,
-    seq_length: int,
-    seed: int,
-    *,
-    extra: int = EXTRA_TOKENS,
-    packing: Packing = "packed",
-    style: IndexStyle = "megatron",
+    options: IndexOptions,
 ) -> IndexMaps:
-    """Build the maps of the split with the sequences first … last-1.
+    """Build the maps of the split with the sequences first … last-1 of a data set.
 
-    One random state is used for all of them, in order. The first access to new memory takes longer
-    than the computation of the entries, so a second thread makes half of these accesses.
+    `lengths` are those of all its sequences. One random state is used for all maps, in order. The
+    first access to new memory takes longer than the computation of the entries, so a second thread
+    makes half of these accesses.
     """
+    seq_length, packing, extra = options.seq_length, options.packing, options.extra
     if packing == "best_fit":
-        return build_best_fit(lengths, first, last, plan.all_epochs, seq_length, seed, extra)
-    random_state = helpers.RandomState(seed)
+        return build_best_fit(
+            lengths, first, last, plan.all_epochs, seq_length, options.seed, extra
+        )
+    random_state = helpers.RandomState(options.seed)
     sequences, middle = last - first, (first + last) // 2
     epochs = np.empty((plan.epochs, sequences), np.int32)
     with ThreadPoolExecutor(1, "index-memory") as second:
         filled = _begun(second, _number, epochs[:, middle - first :], middle)
         if packing == "packed":
-            dtype = _sample_type(epochs.size, plan, style)
+            dtype = _sample_type(epochs.size, plan.samples, options.style)
             rows = np.empty((plan.samples + 1, 2), dtype)
             touched = _begun(second, _touch, rows)
             numbered = _begun(second, _in_order, plan.samples)
@@ -203,18 +180,7 @@ def build_split(
     maps = IndexMaps(document_index, rows, order)
     if not plan.further_epochs:
         return maps
-    return _extend(
-        maps,
-        lengths,
-        first,
-        last,
-        plan,
-        seq_length,
-        seed,
-        extra=extra,
-        packing=packing,
-        style=style,
-    )
+    return _extend(maps, lengths, first, last, plan, options)
 
 
 def _extend(
@@ -223,20 +189,16 @@ def _extend(
     first: int,
     last: int,
     plan: EpochPlan,
-    seq_length: int,
-    seed: int,
-    *,
-    extra: int,
-    packing: Packing,
-    style: IndexStyle,
+    options: IndexOptions,
 ) -> IndexMaps:
     """Return `maps` with the plan's further epochs after them.
 
     The random state of each further epoch has a seed of its own. It shuffles first the sequences of
     the epoch and then its samples, so that more epochs only append.
     """
+    seq_length, packing, extra = options.seq_length, options.packing, options.extra
     states = [
-        helpers.RandomState((seed + plan.epochs + number) % 2**32)
+        helpers.RandomState((options.seed + plan.epochs + number) % 2**32)
         for number in range(plan.further_epochs)
     ]
     epochs = np.empty((len(states), last - first), np.int32)
@@ -250,8 +212,7 @@ def _extend(
             (tokens * (plan.epochs + number) - extra) // seq_length
             for number in range(1, len(states) + 1)
         ]
-        total = replace(plan, samples=ends[-1])
-        build = _BUILDERS[_sample_type(document_index.size, total, style)]
+        build = _BUILDERS[_sample_type(document_index.size, ends[-1], options.style)]
         rows = build(lengths, document_index, seq_length, ends[-1], extra, False)
     else:
         parts, position = [maps.sample_index], len(maps.document_index)
@@ -288,12 +249,12 @@ def _begun(
         return lambda: result
 
 
-def _sample_type(entries: int, plan: EpochPlan, style: IndexStyle) -> type[np.integer[Any]]:
+def _sample_type(positions: int, samples: int, style: IndexStyle) -> type[np.integer[Any]]:
     """Return the type of the sample index: i64 if a position exceeds i32.
 
     In GPT-NeoX's style it is also i64 if the number of entries of the sample index exceeds i32.
     """
-    wide = entries > INT32_MAX or (style == "neox" and 2 * (plan.samples + 1) >= INT32_MAX)
+    wide = positions > INT32_MAX or (style == "neox" and 2 * (samples + 1) >= INT32_MAX)
     return np.int64 if wide else np.int32
 
 
@@ -350,7 +311,8 @@ def _build_member(
     folder: Path,
     split_name: str,
 ) -> dict[str, Any]:
-    plan, maps = member.epochs, member_maps(lengths, member, options)
+    plan = member.epochs
+    maps = build_split(lengths, member.first, member.last, plan, options)
     save_maps(maps, folder, split_name)
     counts: dict[str, Any] = {
         "number": member.number,

@@ -12,17 +12,10 @@ from megacore.config.data import IndexStyle, Packing
 from megacore.data import _compiled
 from megacore.data.blend import Division, check_epochs, divide
 from megacore.data.index_directory import IndexMaps
-from megacore.data.index_options import (
-    SPLIT_NAMES,
-    IndexOptions,
-    Mixture,
-    split_ranges,
-)
+from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, split_ranges
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
-EXTRA_TOKENS = 1
-"""Number of tokens of a sample beyond seq_length: the last label."""
 _FINAL_EPOCH_USE = 0.8
 """Used fraction of the final epoch below which it is shuffled separately."""
 INT32_MAX = 2**31 - 1
@@ -54,10 +47,6 @@ class EpochPlan:
     def all_epochs(self) -> int:
         """Number of all epochs."""
         return self.epochs + self.further_epochs
-
-
-NO_EPOCH = EpochPlan(0, False, 0, 0)
-"""Plan of a split that has no samples and from which none are requested."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +190,7 @@ def _plan_member(
             further = _further_epochs(dataset, first, last, options, epochs, least)
             epochs = replace(epochs, further_epochs=further)
     elif none_needed:
-        epochs = NO_EPOCH
+        epochs = EpochPlan(0, False, 0, 0)
     else:
         raise DataFormatError(_too_small(dataset, options, name, last - first, tokens, requested))
     return MemberPlan(number, first, last, tokens, epochs)
@@ -310,16 +299,16 @@ def plan_epochs(
     seq_length: int,
     samples: int | None,
     *,
-    extra: int = EXTRA_TOKENS,
+    extra: int = 1,
     keep_partial: bool = False,
     style: IndexStyle = "megatron",
 ) -> EpochPlan:
     """Plan the least number of epochs that yields `samples` samples (None: one epoch).
 
-    The final epoch is separate if less than 80 % of it would be used; with GPT-NeoX's style
-    ("neox") it never is. With `keep_partial`, the tokens after the last full sample form a shorter
-    one. Counts are exact integers; Megatron core uses 32-bit floats when it keeps a partial sample,
-    which is wrong beyond 2^24 tokens.
+    A sample reads `extra` tokens beyond seq_length. The final epoch is separate if less than 80 %
+    of it would be used; with GPT-NeoX's style ("neox") it never is. With `keep_partial`, the tokens
+    after the last full sample form a shorter one. Counts are exact integers; Megatron core uses
+    32-bit floats when it keeps a partial sample, which is wrong beyond 2^24 tokens.
     """
     epochs = 1
     if samples is not None:

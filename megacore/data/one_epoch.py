@@ -20,7 +20,7 @@ from megacore.data.index_directory import (
     save_blend,
     save_maps,
 )
-from megacore.data.index_maps import member_maps
+from megacore.data.index_maps import build_split
 from megacore.data.index_options import SPLIT_NAMES, Member, Mixture
 from megacore.data.index_plans import MemberPlan, plan_splits
 from megacore.data.samples import BlendedDataset, Dataset
@@ -132,7 +132,8 @@ def _build(prefix: str, folder: Path, split_name: str, description: IndexDescrip
         return
     plan = _plan(tokens, split_name, description)
     # the array in the file is not aligned
-    maps = member_maps(np.require(tokens.lengths, np.int32, ["C", "A"]), plan, options)
+    lengths = np.require(tokens.lengths, np.int32, ["C", "A"])
+    maps = build_split(lengths, plan.first, plan.last, plan.epochs, options)
     save_maps(maps, folder, split_name)
 
 

@@ -104,9 +104,9 @@ def test_maps_of_a_split_equal_the_reference(
     tokens = int(sizes[first:last].sum())
     if tokens <= seq_length:
         return
-    maps = build_split(
-        sizes, first, last, plan_epochs(tokens, seq_length, samples), seq_length, seed
-    )
+    plan = plan_epochs(tokens, seq_length, samples)
+    options = IndexOptions(split="2,1", seq_length=seq_length, seed=seed)
+    maps = build_split(sizes, first, last, plan, options)
     expected = reference_split(sizes, first, last, seq_length, seed, samples)
     for result, expected_array in zip(
         (maps.document_index, maps.sample_index, maps.shuffle_index), expected, strict=True
@@ -119,7 +119,8 @@ def test_shuffle_index_shuffles_the_final_epoch_separately() -> None:
     sizes = np.full(50, 10, dtype=np.int32)
     plan = plan_epochs(500, 10, 60)  # 49 samples in the first epoch, 11 wanted of the second
     assert plan.separate_final_epoch
-    index = build_split(sizes, 0, 50, plan, 10, 3).shuffle_index
+    options = IndexOptions(split=None, seq_length=10, seed=3)
+    index = build_split(sizes, 0, 50, plan, options).shuffle_index
     before = plan.samples_before_final_epoch
     assert sorted(index[:before]) == list(range(before))
     assert sorted(index[before:]) == list(range(before, len(index)))
@@ -238,7 +239,8 @@ def test_samples_do_not_overlap_without_an_extra_token(tmp_path: Path) -> None:
 def test_all_samples_of_whole_documents_are_shuffled_together(packing: Packing) -> None:
     lengths = np.full(40, 7, np.int32)
     plan = plan_epochs(int(lengths.sum()), 16, None)
-    maps = build_split(lengths, 0, 40, plan, 16, 3, packing=packing)
+    options = IndexOptions(split=None, seq_length=16, seed=3, packing=packing)
+    maps = build_split(lengths, 0, 40, plan, options)
     state = np.random.RandomState(3)
     state.shuffle(np.arange(len(maps.document_index)))
     expected = np.arange(len(maps.sample_index) - 1)
