@@ -71,7 +71,8 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
             raise
         _logger.warning(
             "gigatoken cannot be used (%s: %s): `tokenizers` encodes instead, slower",
-            *_named(error),
+            type(error).__name__,
+            error,
         )
         return tokenizer
     if different is not None:
@@ -240,7 +241,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:
         trim(0)
-
-
-def _named(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error)

@@ -117,13 +117,8 @@ def tokenize_files(
         folder.mkdir()
     try:
         tokenizer = open_tokenizer(choice, folder.parent / ".huggingface")
-        digests: dict[str, str] = {}
-
-        def done(writer: IndexedDatasetWriter) -> None:
-            digests.update(writer.sha256)
-
         tokens = folder / ("tokens" if options.partitions == 1 else "read")
-        counts, files = write_tokens(
+        counts, files, digests = write_tokens(
             inputs.segments,
             tokenizer,
             tokens,
@@ -131,7 +126,6 @@ def tokenize_files(
             workers=workers,
             progress=progress,
             document_bytes=document_bytes,
-            writer_done=done,
         )
         check_unchanged_files(inputs.files)
         counts["vocab_size"] = tokenizer.vocab_size
@@ -140,7 +134,7 @@ def tokenize_files(
             dataset = IndexedDataset(tokens)
             with IndexedDatasetWriter(folder / "tokens", dataset.dtype) as writer:
                 permute(dataset, partition_order(dataset.documents, options.partitions), writer)
-            done(writer)
+            digests = writer.sha256
         record = documents_facts(files, tokenizer, _readable(choice), options, None)
         write_json(folder / f"tokens.{DOCUMENTS_NAME}", record)
         key = StageKey.of("tokenize", VERSION, _parameters(inputs, choice, options))

@@ -28,6 +28,8 @@ TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MODEL_NAME = "tokenizer.model"
 """Name of a SentencePiece model, as used by Hugging Face."""
+SPACE = "▁"
+"""Character that SentencePiece writes for a space."""
 TOKENIZER_BYTES = 1 << 28
 """Maximum size of a tokenizer's file; the largest known have 2^25 bytes."""
 _BATCH_CHARACTERS = 1 << 19
@@ -239,7 +241,13 @@ class JsonTokenizer(Tokenizer):
             self.backend.save(str(directory / TOKENIZER_NAME))
             if self.is_bpe:
                 self.backend.model.save(str(directory))  # vocab.json and merges.txt
-        save_config(directory, self.eod_token, roles or {})
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eod_token,
+            **(roles or {}),
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(directory / TOKENIZER_CONFIG_NAME, config)
 
 
 @contextmanager
@@ -262,20 +270,6 @@ def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
             f"the vocabulary has {known} already: leave data.tokenizer.vocab_extra_ids out, or "
             "give another vocabulary"
         )
-
-
-def save_config(directory: Path, eod_token: str, roles: SpecialTokenRoles) -> None:
-    """Write tokenizer_config.json with the roles of special tokens.
-
-    Raises WorkspaceError.
-    """
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eod_token,
-        **roles,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(directory / TOKENIZER_CONFIG_NAME, config)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

@@ -16,6 +16,7 @@ from megacore.artifact.files import access_errors, regular, workspace_errors, wr
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import (
     MODEL_NAME,
+    SPACE,
     TOKENIZER_BYTES,
     TOKENIZER_CONFIG_NAME,
     Encoded,
@@ -24,8 +25,6 @@ from megacore.tokenizer.load import (
     check_new,
 )
 
-_SPACE = "▁"
-"""Character that a piece has in place of a space."""
 # Numbers of fields and values in sentencepiece_model.proto of google/sentencepiece. The module that
 # protoc generated from it comes with sentencepiece, but needs a matching version of protobuf.
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
@@ -115,7 +114,7 @@ class SentencePieceModel(Tokenizer):
         ends is removed.
         """
         pieces = (str(self._processor.id_to_piece(int(token))) for token in ids)
-        return "".join(pieces).replace(_SPACE, " ").strip()
+        return "".join(pieces).replace(SPACE, " ").strip()
 
     def exported(self) -> tokenizers.Tokenizer | None:
         """Return a tokenizer of the library tokenizers with the same ids and texts, if one exists.
@@ -139,7 +138,7 @@ class SentencePieceModel(Tokenizer):
             ]
         )
         backend.encode_special_tokens = True
-        pieces = [piece.replace(_SPACE, " ") for piece in self.tokens()]
+        pieces = [piece.replace(SPACE, " ") for piece in self.tokens()]
         texts = [*_PROBES, *pieces, *(f"a{piece}b" for piece in pieces)]
         expected = self._processor.encode(texts, out_type=int, num_threads=1)
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -257,12 +256,12 @@ def _converted(model: bytes) -> tokenizers.Tokenizer | None:
     steps: list[Any] = []
     if strip:
         steps += [
-            normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
+            normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
     if prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        steps.append(normalizers.Prepend(SPACE))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     if symbols:
         longest_first = sorted(symbols, key=len, reverse=True)
         backend.pre_tokenizer = pre_tokenizers.Split(
@@ -274,7 +273,7 @@ def _converted(model: bytes) -> tokenizers.Tokenizer | None:
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace(unknown, f"{guard}{surface}"),
-            decoders.Replace(_SPACE, " "),
+            decoders.Replace(SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", _ALL if strip else 1, 0)] if prefix or strip else []),

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -270,9 +270,6 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
             self._pool.kill()
         else:
             self._pool.shutdown(cancel_futures=kind is not None)
-
-    def __enter__(self) -> Self:
-        return self
 
 
 def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from megacore.config.data import OnBadLine, Splitter
 from megacore.corpus.blocks import Block, read_blocks
 from megacore.corpus.documents import read_sources
 from megacore.corpus.formats import DOCUMENT_BYTES
-from megacore.corpus.segments import segments as corpus_segments
+from megacore.corpus.segments import Segment, segments
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import (
     TOKENS_NAMES,
@@ -42,9 +42,6 @@ from megacore.tokenizer.records import (
     read_files,
 )
 from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice
-
-if TYPE_CHECKING:
-    from megacore.corpus.segments import Segment
 
 VERSION = 2
 """Version of the tokenize stage, increased whenever its output changes."""
@@ -130,9 +127,9 @@ def tokenize_corpus(
         facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}
         record_documents(directory, [], tokenizer, tokenizer_directory, options, **facts)
     else:
-        parts = corpus_segments(corpus_directory)
+        parts = segments(corpus_directory)
         with ShuffleOnExit(directory, options) as target:
-            counts, files = write_tokens(
+            counts, files, _ = write_tokens(
                 parts,
                 tokenizer,
                 target,
@@ -162,7 +159,7 @@ def check_tokens(counts: dict[str, int], source: object) -> None:
 
 
 def write_tokens(
-    parts: "Sequence[Segment]",
+    parts: Sequence[Segment],
     tokenizer: Tokenizer,
     prefix: str | Path,
     options: TokenizeOptions,
@@ -170,12 +167,11 @@ def write_tokens(
     workers: int | None = None,
     progress: Progress | None = None,
     document_bytes: int = DOCUMENT_BYTES,
-    writer_done: Callable[[IndexedDatasetWriter], None] = lambda writer: None,
-) -> tuple[dict[str, int], list[FileRecord]]:
+) -> tuple[dict[str, int], list[FileRecord], dict[str, str]]:
     """Write the documents of `parts` in order to the token files of `prefix`.
 
-    `writer_done` is called with the writer when its files are complete. Returns counts (without
-    vocab_size) and a record of each part.
+    Returns counts (without vocab_size), a record of each part, and the digests of the token files
+    by suffix.
     """
     workers = workers or len(os.sched_getaffinity(0))
     dtype = token_dtype(tokenizer.vocab_size)
@@ -203,8 +199,7 @@ def write_tokens(
                 _note(record_of[id(done.block.segment)], done)
                 if progress is not None:
                     progress(done.block.size)
-    writer_done(writer)
-    return counts_of(writer, files), files
+    return counts_of(writer, files), files, writer.sha256
 
 
 def counts_of(writer: IndexedDatasetWriter, files: Sequence[FileRecord]) -> dict[str, int]:
@@ -366,7 +361,7 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def tokenize_shard(
-    segments: "Sequence[Segment]",
+    parts: Sequence[Segment],
     tokenizer_directory: Path,
     directory: Path,
     options: TokenizeOptions,
@@ -382,13 +377,8 @@ def tokenize_shard(
     options = replace(options, shuffle_seed=None)
     tokenizer = load_tokenizer(tokenizer_directory)
     prefix = tokens_prefix(directory, options)
-    counts, files = write_tokens(
-        segments,
-        tokenizer,
-        prefix,
-        options,
-        workers=workers,
-        document_bytes=document_bytes,
+    counts, files, _ = write_tokens(
+        parts, tokenizer, prefix, options, workers=workers, document_bytes=document_bytes
     )
     record_documents(directory, files, tokenizer, tokenizer_directory, options)
     return {**counts, "vocab_size": tokenizer.vocab_size}

@@ -19,14 +19,11 @@ from megacore.config.model import Family
 from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError
 from megacore.tokenizer import load_tokenizer
-from megacore.tokenizer.load import JsonTokenizer, Tokenizer
+from megacore.tokenizer.load import SPACE, JsonTokenizer, Tokenizer
+from megacore.tokenizer.wordpiece import CONTINUING
 
 SENTINEL = "<extra_id_{}>"
 """Format of T5's sentinels (Raffel et al. 2019), numbered from 0."""
-_SPACE = "▁"
-"""Character that SentencePiece writes for the space before a word."""
-_CONTINUING = "##"
-"""Prefix of WordPiece pieces that continue a word."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,8 @@ def continues_word(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
     if isinstance(tokenizer, JsonTokenizer) and isinstance(
         tokenizer.backend.model, tokenizers.models.WordPiece
     ):
-        continues = [token.startswith(_CONTINUING) for token in tokens]
-    elif any(token.startswith(_SPACE) for token in tokens):
+        continues = [token.startswith(CONTINUING) for token in tokens]
+    elif any(token.startswith(SPACE) for token in tokens):
         continues = [token[:1].isalnum() for token in tokens]
     else:
         word = _word_bytes()

@@ -18,7 +18,8 @@ SPECIAL = tuple(SPELLINGS[role][0] for role in ("pad", "unk", "cls", "sep", "mas
 """Special tokens in the order in which they begin a trained vocabulary."""
 ALPHABET = 1000
 """Maximum number of characters in a trained vocabulary."""
-_CONTINUING = "##"
+CONTINUING = "##"
+"""Prefix of pieces that continue a word."""
 
 
 def read_wordpiece(
@@ -68,13 +69,13 @@ def train_wordpiece(
     alphabet = _alphabet(texts(), lower_case=lower_case)
     # The trainer numbers continuing characters in the order of a hash table. Passing them as
     # special tokens makes the result deterministic.
-    continuing = [_CONTINUING + letter for letter in alphabet if _continues(letter)]
+    continuing = [CONTINUING + letter for letter in alphabet if _continues(letter)]
     least = len(special) + len(continuing) + len(alphabet)
     if vocab_size < least:
         raise DataFormatError(
             f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens "
-            f"and the {least - 5} pieces of one character that the corpus has: raise it to at "
-            f"least {least}"
+            f"and the {len(continuing) + len(alphabet)} pieces of one character that the corpus "
+            f"has: raise it to at least {least}"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
