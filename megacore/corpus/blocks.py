@@ -28,7 +28,7 @@ from megacore.corpus.formats import (
     unreadable,
     written_line_bytes,
 )
-from megacore.corpus.segments import Segment, count_newlines, first_line, segments
+from megacore.corpus.segments import Segment, count_newlines, segments
 from megacore.errors import DataFormatError
 
 DEFAULT_BLOCK_BYTES = 1 << 24
@@ -321,7 +321,7 @@ def _decompressed_blocks(
 
 
 def _row_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> Iterator[Block]:
-    row = first_line(segment)
+    row = 1 + sum(local_files.group_rows(segment.path)[: segment.start] if segment.start else ())
     for column in local_files.read_column(
         segment.path, segment.key, segment.start, segment.stop, block_bytes, document_bytes
     ):

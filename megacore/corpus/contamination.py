@@ -24,9 +24,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import link_or_copy, read_json, workspace_errors, write_json
-from megacore.corpus.curate_job import CurateOptions, Job, discarding_job, document_file
-from megacore.corpus.documents import SourceFile, names_sources, read_sources, write_sources
+from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.corpus.curate_job import (
+    CurateOptions,
+    Job,
+    discarding_job,
+    document_file,
+    publish_documents,
+)
+from megacore.corpus.documents import names_sources, read_sources
 from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError, WorkerLostError
 from megacore.launch.workers import WorkerPool
@@ -260,7 +266,7 @@ def search_corpus(
     return {
         "documents": sum(map(len, hashes)),
         "hits": sum(map(len, hits)),
-        "items": int(sum(len(each.items) for each in benchmarks)),
+        "items": sum(len(each.items) for each in benchmarks),
         "contaminated_items": len(matches),
         "ngram": ngram,
     }
@@ -393,21 +399,16 @@ def remove_documents(
         with discarding_job(work):
             read_sources(corpus)
         receipts = [read_json(_receipt(work, "remove", rank)) for rank in range(len(job.shards))]
-        files = []
-        for rank in range(len(job.shards)):
-            path = directory / document_file(rank)
-            link_or_copy(work / path.name, path)
-            files.append(SourceFile(path.name, path.stat().st_size, None))
+        publish_documents(work, directory, len(job.shards))
     counts = {
         name: sum(receipt[name] for receipt in receipts)
         for name in ("documents", "bytes", "words", "removed", "removed_copies")
     }
     if not counts["documents"]:
         raise _nothing_left(corpus, counts["removed"], counts["removed_copies"])
-    write_sources(directory, "jsonl", files, key="text", written=True)
     examples = list(chain.from_iterable(receipt["examples"] for receipt in receipts))
     write_json(directory / REPORT_NAME, {**counts, "examples": examples[:_EXAMPLES]})
-    return {**counts, "files": len(files), "skipped_files": 0}
+    return {**counts, "files": len(job.shards), "skipped_files": 0}
 
 
 def _nothing_left(corpus: Path, removed: int, copies: int) -> DataFormatError:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import link_or_copy, workspace_errors, write_json
+from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.curate import (
     CurateStep,
     DedupStep,
@@ -27,13 +27,13 @@ from megacore.corpus.curate_job import (
     Phase,
     check_installed,
     discarding_job,
-    document_file,
     fingerprint,
     label_of,
+    publish_documents,
 )
 from megacore.corpus.curate_report import Tally, summarize_clusters
 from megacore.corpus.curate_task import run_task
-from megacore.corpus.documents import SourceFile, names_sources, read_sources, write_sources
+from megacore.corpus.documents import names_sources, read_sources
 from megacore.corpus.segments import Segment, segments
 from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError
 from megacore.launch.workers import WorkerPool
@@ -185,11 +185,7 @@ def curate_segments(
             for phase in job.phases:
                 _run_phase(job, phase, run_tasks)
         report = job.report()
-        files = []
-        for rank in range(len(job.shards)):
-            path = directory / document_file(rank)
-            link_or_copy(work / DOCUMENTS_FOLDER / document_file(rank), path)
-            files.append(SourceFile(path.name, path.stat().st_size, None))
+        publish_documents(work / DOCUMENTS_FOLDER, directory, len(job.shards))
     read, kept = report["documents"]["read"], report["documents"]["kept"]
     if not read:
         skipped = (
@@ -205,11 +201,10 @@ def curate_segments(
             f"data.curate keeps none of {read:,} documents; {worst['step']} removed "
             f"{worst['removed']:,}: relax or remove a step"
         )
-    write_sources(directory, "jsonl", files, key="text", written=True)
     write_json(directory / REPORT_NAME, report)
     return {
         "documents": kept,
-        "files": len(files),
+        "files": len(job.shards),
         "skipped_files": 0,
         "bytes": report["bytes"]["kept"],
         "words": report["words"]["kept"],

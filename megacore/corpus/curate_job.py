@@ -16,7 +16,7 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 
 from megacore.artifact.files import (
     canonical_json,
+    link_or_copy,
     read_json,
     sync_directory,
     write_json,
@@ -45,8 +46,9 @@ from megacore.config.curate import (
 from megacore.config.data import DEFAULT_CURATE_SHARD_MB, OnBadLine
 from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
-from megacore.corpus.formats import DOCUMENT_BYTES, file_format_of
-from megacore.corpus.segments import Segment, count_newlines, divide
+from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.formats import DOCUMENT_BYTES
+from megacore.corpus.segments import Segment, divide, numbered
 from megacore.errors import ConfigError, DataFormatError
 
 VERSION = 2
@@ -117,6 +119,16 @@ def discarding_job(work: Path) -> Iterator[None]:
 def document_file(rank: int) -> str:
     """Return the name of the file with a shard's documents."""
     return f"documents-{rank:05d}.jsonl"
+
+
+def publish_documents(folder: Path, directory: Path, shards: int) -> None:
+    """Make `directory` a corpus of the documents of all shards, whose files are in `folder`."""
+    files = []
+    for rank in range(shards):
+        path = directory / document_file(rank)
+        link_or_copy(folder / path.name, path)
+        files.append(SourceFile(path.name, path.stat().st_size, None))
+    write_sources(directory, "jsonl", files, key="text", written=True)
 
 
 def label_of(number: int, step: CurateStep) -> str:
@@ -360,7 +372,7 @@ class Job:
                 "digest": digest,
                 "steps": [step.model_dump(mode="json") for step in steps],
                 "shards": [
-                    [[asdict(part), line] for part, line in shard] for shard in _numbered(shards)
+                    [[asdict(part), line] for part, line in shard] for shard in numbered(shards)
                 ],
                 "earlier": [
                     [number, [[asdict(part), 1] for part in shard]] for number, shard in others
@@ -449,28 +461,3 @@ def _shard(values: Any) -> tuple[tuple[Segment, int], ...]:
 def _state(part: Segment) -> list[int]:
     status = os.stat(part.path)
     return [status.st_size, status.st_mtime_ns]
-
-
-def _numbered(shards: Iterable[Sequence[Segment]]) -> Iterator[list[tuple[Segment, int]]]:
-    """Yield the segments of each shard with the numbers of their first lines or rows.
-
-    Each file is read once.
-    """
-    from megacore.corpus import local_files
-
-    path, offset, line = "", 0, 1
-    for shard in shards:
-        numbered = []
-        for part in shard:
-            if part.path != path or part.start < offset:
-                path, offset, line = part.path, 0, 1
-            if part.first_page is not None:
-                line = part.first_page
-            elif part.start > offset:
-                if file_format_of(path) == "parquet":
-                    line += sum(local_files.group_rows(path)[offset : part.start])
-                else:
-                    line += count_newlines(path, offset, part.start)
-                offset = part.start
-            numbered.append((part, line))
-        yield numbered

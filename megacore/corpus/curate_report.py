@@ -74,22 +74,17 @@ def _count(document: Any, counts: Counter[str], lengths: Counter[int]) -> None:
 def summarize_clusters(folder: Path, step: CurateStep) -> dict[str, Any]:
     """Return the number of clusters of duplicates by their size, from datatrove's files."""
     sizes: Counter[int] = Counter()
-    if isinstance(step, MinhashDedupStep):
-        # Pairs of a document and the size of its cluster.
-        for path in sorted((folder / "remove").glob("*.sizes")):
-            values, counts = np.unique(
-                np.fromfile(path, "<u4").reshape(-1, 2)[:, 1], return_counts=True
-            )
-            sizes.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    near = isinstance(step, MinhashDedupStep)
+    # Pairs of a document and the size of its cluster; or of the document that is kept and the
+    # number of its duplicates.
+    for path in folder.glob("remove/*.sizes" if near else "duplicates/*/*.c4_counts"):
+        second = np.fromfile(path, "<u4").reshape(-1, 2)[:, 1]
+        values, counts = np.unique(second, return_counts=True)
+        sizes.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    if near:
         clusters = {size: documents // size for size, documents in sizes.items()}
     else:
-        # Pairs of the document that is kept and the number of its duplicates.
-        for path in sorted((folder / "duplicates").glob("*/*.c4_counts")):
-            values, counts = np.unique(
-                np.fromfile(path, "<u4").reshape(-1, 2)[:, 1] + 1, return_counts=True
-            )
-            sizes.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-        clusters = dict(sizes)
+        clusters = {duplicates + 1: count for duplicates, count in sizes.items()}
     return {
         "clusters": sum(clusters.values()),
         "documents": sum(size * count for size, count in clusters.items()),

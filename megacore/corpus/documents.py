@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ import orjson
 
 from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.corpus.formats import DOCUMENT_BYTES, too_large, unreadable
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, listed
 
 CORPUS_NAME = "corpus.jsonl"
 SOURCES_NAME = "sources.json"
@@ -97,7 +97,7 @@ def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **fac
 
     The files are not copied. Relative paths are relative to `directory`.
     """
-    entries = [{"path": file.path, "size": file.size, "mtime_ns": file.mtime_ns} for file in files]
+    entries = [asdict(file) for file in files]
     write_json(directory / SOURCES_NAME, {"kind": kind, "files": entries, **facts})
 
 
@@ -178,7 +178,7 @@ def parse_fields(line: bytes, key: str, where: str) -> dict[str, Any]:
     if isinstance(text, str):
         return value
     if key not in value:
-        others = ", ".join(sorted(value)[:_SHOWN_KEYS]) or "nothing"
+        others = listed(sorted(value), _SHOWN_KEYS) or "nothing"
         raise DataFormatError(f"{where} has no key {key!r}, only {others}: set data.source.key")
     raise DataFormatError(
         f"{where} has a {type(text).__name__} under {key!r} instead of a string: repair the line, "

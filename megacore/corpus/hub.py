@@ -124,19 +124,16 @@ def _joined(first: int, parts: list[str]) -> Iterator[tuple[int, str]]:
         yield first, text
 
 
-def _is_on_hub(source: HubSource) -> bool:
-    """Return True unless the data set is a path."""
-    return not Path(source.dataset).is_dir() and bool(_HUB_NAME.fullmatch(source.dataset))
-
-
 def _commit(source: HubSource, cache_directory: Path) -> str | None:
     """Return the commit that the data set's revision means now, or None if nobody can tell.
 
     The rows are then read from this commit, even if the branch moves on. Without a connection,
     `datasets` may still read a downloaded copy.
     """
-    if not _is_on_hub(source) or _COMMIT.fullmatch(source.revision or ""):
-        return source.revision if _is_on_hub(source) else None
+    if Path(source.dataset).is_dir() or not _HUB_NAME.fullmatch(source.dataset):
+        return None
+    if _COMMIT.fullmatch(source.revision or ""):
+        return source.revision
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 

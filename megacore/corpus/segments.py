@@ -1,14 +1,14 @@
 """Segments of a corpus's files, and their division into shards of whole documents."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from megacore.corpus import local_files
 from megacore.corpus.documents import CORPUS_NAME, SourceFile, read_sources
-from megacore.corpus.formats import FileFormat, file_format_of, open_file
+from megacore.corpus.formats import file_format_of, open_file
 from megacore.errors import DataFormatError
 
 _SCAN_BYTES = 1 << 20
@@ -98,16 +98,27 @@ def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
     return [*shards, tuple(shard)] if shard else shards
 
 
-def first_line(segment: Segment) -> int:
-    """Return the number, from 1, of the segment's first line or row in its file.
+def numbered(shards: Iterable[Sequence[Segment]]) -> Iterator[list[tuple[Segment, int]]]:
+    """Yield the segments of each shard with the numbers, from 1, of their first lines or rows.
 
-    For JSON Lines, the file is read up to the start of the segment.
+    Each file is read once.
     """
-    if not segment.start:
-        return 1
-    if file_format_of(segment.path) == "parquet":
-        return 1 + sum(local_files.group_rows(segment.path)[: segment.start])
-    return 1 + count_newlines(segment.path, 0, segment.start)
+    path, offset, line = "", 0, 1
+    for shard in shards:
+        parts = []
+        for part in shard:
+            if part.path != path or part.start < offset:
+                path, offset, line = part.path, 0, 1
+            if part.first_page is not None:
+                line = part.first_page
+            elif part.start > offset:
+                if file_format_of(path) == "parquet":
+                    line += sum(local_files.group_rows(path)[offset : part.start])
+                else:
+                    line += count_newlines(path, offset, part.start)
+                offset = part.start
+            parts.append((part, line))
+        yield parts
 
 
 def count_newlines(path: str | Path, start: int, stop: int) -> int:
@@ -125,7 +136,7 @@ def _pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, i
     """Return parts of a segment with their bytes; the first fills `room`, the others `size`."""
     if segment.first_page is not None and segment.stop is not None:
         return [(segment, segment.stop - segment.start)]
-    file_format: FileFormat = file_format_of(segment.path)
+    file_format = file_format_of(segment.path)
     if file_format == "plain":
         return _line_pieces(segment, size, room)
     if file_format == "parquet":

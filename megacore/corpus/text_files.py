@@ -79,8 +79,9 @@ def collect(source: TextSource, directory: Path, document_bytes: int) -> dict[st
                 skipped += 1
                 continue
             file_size = file.path.stat().st_size
-            if source.document_characters is None:
-                check_size(file.path, file_size, document_bytes)
+            if source.document_characters is None and file_size > document_bytes:
+                advice = f"set data.source.document_characters, at which files are cut, or {RAISE}"
+                raise too_large(str(file.path), f"{file_size:,} bytes", document_bytes, advice)
             size += file_size
             line = 1
             for text in documents(file.path, source.document_characters):
@@ -94,13 +95,6 @@ def collect(source: TextSource, directory: Path, document_bytes: int) -> dict[st
         "skipped_files": skipped,
         "bytes": size,
     }
-
-
-def check_size(path: Path, size: int, document_bytes: int) -> None:
-    """Raise DataFormatError if a file of `size` bytes is too large to be one document."""
-    if size > document_bytes:
-        advice = f"set data.source.document_characters, at which files are cut, or {RAISE}"
-        raise too_large(str(path), f"{size:,} bytes", document_bytes, advice)
 
 
 def text_problem(path: Path) -> str | None:

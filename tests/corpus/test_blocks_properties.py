@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megacore.corpus.blocks import read_blocks
 from megacore.corpus.local_files import count_documents
-from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments
+from megacore.corpus.segments import Segment, divide, jsonl_segments, numbered
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 BAD = st.sampled_from(
@@ -113,11 +113,12 @@ def assert_contiguous(segments: Sequence[Segment], parts: Sequence[Segment]) -> 
         file_parts = [part for part in parts if part.path == segment.path]
         assert file_parts[0].start == 0
         assert file_parts[-1].stop is None
+        content = Path(segment.path).read_bytes()
         for before, after in itertools.pairwise(file_parts):
             assert before.stop == after.start
-            content = Path(segment.path).read_bytes()
             assert content[after.start - 1 : after.start] == b"\n"
-            assert first_line(after) == 1 + content[: after.start].count(b"\n")
+        for part, line in next(numbered([file_parts])):
+            assert line == 1 + content[: part.start].count(b"\n")
 
 
 @settings(max_examples=25, deadline=None)
@@ -144,6 +145,6 @@ def test_any_parquet_rows_are_read_once_in_blocks_and_shards(
             assert texts == [row for row in rows if row is not None]
             assert bad == [number for number, row in enumerate(rows, 1) if row is None]
         starts = [part.start for shard in shards for part in shard]
-        assert [first_line(part) for shard in shards for part in shard] == [
+        assert [line for shard in numbered(shards) for _, line in shard] == [
             1 + start * group for start in starts
         ]

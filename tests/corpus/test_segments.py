@@ -6,7 +6,7 @@ import pytest
 
 from megacore.corpus.blocks import read_blocks
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments, segments
+from megacore.corpus.segments import Segment, divide, jsonl_segments, numbered, segments
 from megacore.errors import DataFormatError
 from tests.corpus._files import write_form
 
@@ -73,8 +73,8 @@ def test_first_line_counts_from_the_start_of_the_file(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.parquet"):
         path = write_form(tmp_path / name, TEXTS)
         line = 1
-        for (segment,) in divide(jsonl_segments([path], "text"), 300):
-            assert first_line(segment) == line
+        for ((segment, number),) in numbered(divide(jsonl_segments([path], "text"), 300)):
+            assert number == line
             line += len(texts_of([segment]))
         assert line == len(TEXTS) + 1
 
