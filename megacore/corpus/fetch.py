@@ -27,6 +27,7 @@ from megacore.redact import redact, redact_log
 
 if TYPE_CHECKING:
     import httpx
+    from rich.console import Console
 
 _BAR = threading.Lock()
 """Held by the download whose progress bar is on the terminal."""
@@ -167,8 +168,12 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
 
 
 def _side_files(target: Path) -> tuple[Path, Path, Path]:
-    names = f"{target.name}.json", f"{target.name}.part", f"{target.name}.part.json"
-    return target.with_name(names[0]), target.with_name(names[1]), target.with_name(names[2])
+    name = target.name
+    return (
+        target.with_name(f"{name}.json"),
+        target.with_name(f"{name}.part"),
+        target.with_name(f"{name}.part.json"),
+    )
 
 
 def _complete_version(url: str, target: Path) -> Version | None:
@@ -448,8 +453,7 @@ def download_progress(name: str) -> Iterator[ProgressCallback]:
 
 
 @contextmanager
-def _bar(name: str, console: object) -> Iterator[ProgressCallback]:
-    from rich.console import Console
+def _bar(name: str, console: "Console") -> Iterator[ProgressCallback]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -459,7 +463,6 @@ def _bar(name: str, console: object) -> Iterator[ProgressCallback]:
         TransferSpeedColumn,
     )
 
-    assert isinstance(console, Console)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         # Escaped because rich would interpret brackets in a name as markup.

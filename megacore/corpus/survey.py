@@ -103,35 +103,26 @@ def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
 def _kind(path: Path, named: bool) -> Kind:
     suffix = path.suffix.lower()
     name = path.with_suffix("") if suffix in _COMPRESSED else path
-    if suffix == ".json" and (_is_object(path) if named else _has_lines(path)):
+    if suffix == ".json" and _holds_objects(path, named=named):
         return "jsonl"
     return _SUFFIXES.get(name.suffix.lower(), "text")
 
 
-def _has_lines(path: Path) -> bool:
-    """Return True if the first two lines of a file are complete JSON objects."""
-    with path.open("rb") as file:
-        lines = [file.readline(_SAMPLE_BYTES) for _ in range(2)]
-    try:
-        return all(isinstance(orjson.loads(line), dict) for line in lines)
-    except orjson.JSONDecodeError:
-        return False
-
-
-def _is_object(path: Path) -> bool:
+def _holds_objects(path: Path, *, named: bool) -> bool:
     """Return True if the first line of a file is a complete JSON object, as in JSON Lines.
 
-    Raises ConfigError for a JSON array.
+    Unless the user named the file, its second line must be one, too. Raises ConfigError for a JSON
+    array that the user named.
     """
     with path.open("rb") as file:
-        line = file.readline(_SAMPLE_BYTES)
-    if line.lstrip().startswith(b"["):
+        first = [file.readline(_SAMPLE_BYTES) for _ in range(1 if named else 2)]
+    if named and first[0].lstrip().startswith(b"["):
         raise ConfigError(
             f"{path} is a JSON array, not JSON Lines: write each element on a line of its own, as "
             "`jq -c '.[]'` does"
         )
     try:
-        return isinstance(orjson.loads(line), dict)
+        return all(isinstance(orjson.loads(line), dict) for line in first)
     except orjson.JSONDecodeError:
         return False
 

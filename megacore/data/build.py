@@ -136,11 +136,6 @@ class MemberOpener:
             vocabulary = Vocabulary.load(tokenizer_directory, config.family, config.data)
         return cls(token_prefixes, config, description, vocabulary)
 
-    @property
-    def width(self) -> int:
-        """Number of ids of a row."""
-        return self.config.row_width
-
     def split(self, index_directory: str | Path, split_name: str) -> Dataset:
         """Open all members of a split with the maps in `index_directory`.
 
@@ -159,19 +154,16 @@ class MemberOpener:
 
     def empty(self) -> Dataset:
         """Return the data set of a split without members."""
-        return EmptyDataset(self.config.data.seq_length, self.width)
+        return EmptyDataset(self.config.data.seq_length, self.config.row_width)
 
     def member(self, number: int, directory: str | Path, split_name: str) -> MemberDataset:
         """Open a split of one pair of token files with the maps in `directory`.
 
         Raises DataFormatError.
         """
-        prefix, options, data = (
-            self.token_prefixes[number],
-            self.description.options,
-            self.config.data,
-        )
+        prefix, data = self.token_prefixes[number], self.config.data
         if self.vocabulary is None:
+            options = self.description.options
             return GPTDataset(
                 prefix,
                 directory,

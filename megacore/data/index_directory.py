@@ -96,6 +96,14 @@ def member_directory(directory: str | Path, number: int) -> Path:
     return Path(directory, f"member-{number:02d}")
 
 
+def make_map_directory(directory: str | Path, mixture: Mixture, number: int) -> Path:
+    """Create the directory with the maps of one data set of a mixture. Raises WorkspaceError."""
+    folder = Path(directory) if mixture.is_single else member_directory(directory, number)
+    with workspace_errors(folder):
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
 def save_array(path: Path, values: npt.NDArray[Any]) -> None:
     """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
     with workspace_errors(path), open(path, "wb") as file:

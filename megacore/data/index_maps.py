@@ -26,14 +26,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors
 from megacore.config.data import IndexStyle
 from megacore.data import _compiled as helpers
 from megacore.data.best_fit import build_best_fit
 from megacore.data.blend import write_blend
 from megacore.data.index_directory import (
     IndexMaps,
-    member_directory,
+    make_map_directory,
     save_maps,
     write_description,
 )
@@ -100,17 +99,12 @@ def build_index_maps(
     """
     datasets = _open(mixture)
     plans = plan_splits(datasets, mixture, options, samples, planned_before=planned_before)
-    folders = {
-        prefix: Path(directory) if mixture.is_single else member_directory(directory, number)
-        for number, prefix in enumerate(mixture.prefixes)
-    }
     built: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
     # Loop over data sets first, so that only the lengths of one are in memory at a time.
-    for number, (prefix, folder) in enumerate(folders.items()):
-        with workspace_errors(folder):
-            folder.mkdir(exist_ok=True)
+    for number, dataset in enumerate(datasets.values()):
+        folder = make_map_directory(directory, mixture, number)
         # The array in the file is not aligned.
-        lengths = np.require(datasets[prefix].lengths, np.int32, ["C", "A"])
+        lengths = np.require(dataset.lengths, np.int32, ["C", "A"])
         for name, plan in plans.items():
             for member in plan.members:
                 if member.number == number:

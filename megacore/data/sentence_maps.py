@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
 from megacore.data.blend import Division, check_epochs, divide, write_blend
 from megacore.data.index_directory import (
     SENTENCE_MAP_NAME,
     check_form,
     load_map,
+    make_map_directory,
     map_path,
-    member_directory,
     save_array,
     write_description,
 )
@@ -54,9 +53,9 @@ class SentencePart:
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
     least: int = 0
-    """Number of samples that later weights of a blend, or a run that continues the order of an
-    earlier plan, need. Single epochs, each drawn and shuffled with a seed of its own, follow until
-    they are there."""
+    """Number of samples for later weights of a blend, or for a run that continues the order of an
+    earlier plan. Single epochs, each with a seed of its own, are appended until there are as
+    many."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def build_sentence_maps(
         entries = []
         for prefix, part in split.parts.items():
             number = mixture.prefixes.index(prefix)
-            folder = Path(directory) if mixture.is_single else member_directory(directory, number)
+            folder = make_map_directory(directory, mixture, number)
             entries.append(_write_map(part, options, folder, name))
         single = mixture.is_single
         counts[name] = (
@@ -314,8 +313,6 @@ def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> Non
 def _write_map(
     part: SentencePart, options: IndexOptions, folder: Path, split_name: str
 ) -> dict[str, Any]:
-    with workspace_errors(folder):
-        folder.mkdir(exist_ok=True)
     rows = build_sentence_map(part, options)
     save_array(map_path(folder, split_name, SENTENCE_MAP_NAME), rows)
     starts = part.dataset.document_indices
