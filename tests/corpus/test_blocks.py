@@ -89,6 +89,9 @@ BAD = {
     b"5": "holds a JSON int",
     b'{"body": "a"}': "has no key 'text', only body: set data.source.key",
     b"{}": "has no key 'text', only nothing",
+    b"{%s}" % b",".join(b'"%d": 1' % key for key in range(10, 32)): (
+        f"has no key 'text', only {', '.join(map(str, range(10, 30)))} and 2 more: set data.source"
+    ),
     b'{"text": null}': "has a NoneType under 'text' instead of a string",
     b'{"text": NaN}': "is not JSON",
     b'{"text": ["a"]}': "has a list under 'text'",
