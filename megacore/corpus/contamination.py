@@ -67,7 +67,7 @@ class Benchmark:
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Numbers of the words of a part of a text between white space, -1 for a word of no item."""
+    """Cache of the word numbers of each part of a text; -1 stands for a word of no item."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _simplification() -> tuple[Callable[[str, Any], str], Any, Any]:
 
 
 def _parts(text: str) -> Iterator[list[str]]:
-    """Yield the parts of a text between white space, those of a batch's characters at a time."""
+    """Yield lists of the parts of a text between white space, each of a batch's characters."""
     start = 0
     while start < len(text):
         space = _SPACE.search(text, start + _BATCH_CHARACTERS)
@@ -152,9 +152,10 @@ class Index:
         self._table[self._hashes >> np.uint64(64 - _TABLE_BITS)] = True
 
     def _hash(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the hash of the n-gram that begins at each of n or more words, but the last ones.
+        """Return the hashes of all n-grams of n or more words, in order.
 
-        The hash of twice as many words is made of two hashes: about 2 log2 n steps instead of n.
+        The hash of 2 k words is computed from two hashes of k words, which takes about 2 log2 n
+        steps instead of n.
         """
         block, length = self._values[words], 1
         hashes, done = block, 0
@@ -209,7 +210,7 @@ class Index:
 def _joined(
     first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64], distance: int
 ) -> npt.NDArray[np.uint64]:
-    """Return hashes of what begins in `first` and goes on in `second` after `distance` words."""
+    """Combine each hash in `first` with the one in `second` that begins `distance` words later."""
     following = second[distance:]
     hashes = first[: len(following)] * _FACTOR
     hashes ^= hashes >> np.uint64(29)

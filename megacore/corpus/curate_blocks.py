@@ -104,8 +104,8 @@ def words_of(language: str | None) -> Any:
 class _Removed:
     """Writer of removed documents, in datatrove's sense, that counts them instead.
 
-    Without a `reason`, datatrove's filter gives it; otherwise a source may have a field of the name
-    under which it does.
+    Without a `reason`, it is the one that datatrove's filter notes in the field `filter_reason`.
+    With one, that field is ignored: it may be the source's own.
     """
 
     def __init__(self, tally: Tally, step: str, reason: str | None = None) -> None:

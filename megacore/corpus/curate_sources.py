@@ -1,8 +1,8 @@
 """Duplicates of documents that earlier sources of a blend keep.
 
 Deduplication across sources compares the documents of earlier sources as further shards, behind
-those of the source itself. Here is recorded which source a duplicate falls to, in files `.fallen`
-with pairs of a document's number in its shard and the number of that source from 1.
+those of the source itself. Files `.fallen` record which earlier source has the duplicate of a
+document: pairs of the document's number in its shard and the number of that source from 1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -125,13 +125,13 @@ def _joined(first: int, parts: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _commit(source: HubSource, cache_directory: Path) -> str | None:
-    """Return the commit that the data set's revision means now, or None if nobody can tell.
+    """Return the commit that the data set's revision means now, or None for a path or if unknown.
 
     The rows are then read from this commit, even if the branch moves on. Without a connection,
     `datasets` may still read a downloaded copy.
     """
     if Path(source.dataset).is_dir() or not _HUB_NAME.fullmatch(source.dataset):
-        return None
+        return None  # a path
     if _COMMIT.fullmatch(source.revision or ""):
         return source.revision
     from huggingface_hub import HfApi

@@ -105,7 +105,7 @@ def expand(pattern: str) -> list[Path]:
 
 
 def without_links(paths: Iterable[tuple[Path, Value]]) -> list[Value]:
-    """Return the values whose paths are those of the first one without links to directories.
+    """Return the values, but only the first of each file that several directory links lead to.
 
     A link to a file is a file of its own: the hub's cache consists of them.
     """

@@ -99,8 +99,8 @@ def collect(
             )
             write_sources(directory, "jsonl", files, key=source.key, downloads=downloads)
     except DataFormatError as error:
-        # Neither a limit nor a wrong key is a fault of the download; what token files are refused
-        # for is always their content.
+        # A document over the limit and a wrong key are no faults of the download; any error in
+        # token files is.
         if tokens or isinstance(error, DamagedFileError):
             _forget_unproven(planned, cache_directory)
         raise

@@ -43,9 +43,10 @@ _READ_AS = {
     "shift_jis": "cp932",
     "tis-620": "cp874",
 }
-"""Encodings whose names the Encoding Standard of the web gives to a larger one, as pages do."""
+"""Encodings that pages name, and the larger ones that the web's Encoding Standard reads instead."""
 _DAMAGED_CHARACTERS = 0.1
-"""Invalid sequences, as a share of the others that are not ASCII, below which a page is UTF-8."""
+"""A page is UTF-8 if its invalid sequences are a smaller share of its valid characters, other than
+ASCII."""
 
 
 @dataclass(frozen=True)

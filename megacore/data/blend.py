@@ -59,8 +59,8 @@ class Division:
     steps: tuple[WeightStep, ...] = ()
     """Later weights, all within the size."""
     least: tuple[int, ...] | None = None
-    """Number of samples that suffice of each member with these steps, or beyond the samples of an
-    earlier plan; None if those asked for suffice."""
+    """Number of samples of each member that suffices for these steps, or for more samples than an
+    earlier plan has; None if the number in `asked` suffices."""
 
 
 def divide(

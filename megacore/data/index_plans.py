@@ -39,9 +39,9 @@ class EpochPlan:
     partial_sample: bool = False
     """True if the last sample is shorter than the others."""
     further_epochs: int = 0
-    """Number of epochs after those, which only later weights of a blend, or a run that continues
-    the order of an earlier plan, need. Each is shuffled separately, so that the samples before are
-    the same without it."""
+    """Number of epochs after `epochs`. They are for later weights of a blend, or for a run that
+    continues the order of an earlier plan. Each is shuffled separately, so that it leaves the
+    samples before unchanged."""
 
     @property
     def all_epochs(self) -> int:
@@ -190,7 +190,9 @@ def _plan_member(
             further = _further_epochs(dataset, first, last, options, epochs, least)
             epochs = replace(epochs, further_epochs=further)
     elif none_needed:
-        epochs = EpochPlan(0, False, 0, 0)
+        epochs = EpochPlan(
+            epochs=0, separate_final_epoch=False, samples=0, samples_before_final_epoch=0
+        )
     else:
         raise DataFormatError(_too_small(dataset, options, name, last - first, tokens, requested))
     return MemberPlan(number, first, last, tokens, epochs)

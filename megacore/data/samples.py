@@ -47,7 +47,7 @@ class Dataset(Protocol):
         ...
 
     def source_places(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Return the place in `sources` of the source of each sample [b]. Raises IndexError."""
+        """Return for each sample the index of its source in `sources` [b]. Raises IndexError."""
         ...
 
     def __len__(self) -> int:

@@ -88,8 +88,8 @@ def build_tokenizer(
     Returns vocab_size, eod_id, eod_token, special_tokens.
 
     Training uses the corpus directories `corpora` in order. Downloads are cached in `.huggingface`
-    next to `directory`. Raises DataFormatError for
-    files that are missing or malformed, DownloadError if the hub cannot be reached, WorkspaceError.
+    next to `directory`. Raises DataFormatError for files that are missing or malformed,
+    DownloadError if the hub cannot be reached, WorkspaceError.
     """
     folders = [corpora] if isinstance(corpora, Path) else corpora
 
