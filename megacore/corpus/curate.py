@@ -46,7 +46,7 @@ _WORK_FACTOR = 2.2 + _SIGNATURES
 
 
 def check_steps(steps: Sequence[CurateStep]) -> None:
-    """Build each step once, so that what it needs is missing now and not after hours.
+    """Build each step once, so that a missing package or file is found now and not after hours.
 
     Models of languages that are not given are neither checked nor downloaded. Raises ConfigError,
     DataFormatError.
@@ -104,7 +104,7 @@ def _download_model(backend: str) -> str:
 
 
 def needed_bytes(size: int, steps: Sequence[CurateStep], earlier: int = 0) -> int:
-    """Return about how many bytes are written at most at one time for `size` bytes of text.
+    """Return about how many bytes of disk the curation of `size` bytes of text takes at most.
 
     `earlier` is the size of the earlier sources' documents, of which signatures are written.
     """
@@ -263,9 +263,12 @@ def _run_phase(job: Job, phase: Phase, run_tasks: RunTasks) -> None:
             run_tasks(job, phase, missing)
         if phase.pending is not None:
             number = phase.pending
-            summary = summarize_clusters(job.work / f"dedup-{number}", job.steps[number])
-            write_json(job.work / f"clusters-{number}.json", summary)
+            summary = summarize_clusters(job.dedup_folder(number), job.steps[number])
+            write_json(job.clusters_file(number), summary)
         write_json(marker, {})
-    for name in (phase.reads, None if phase.pending is None else f"dedup-{phase.pending}"):
-        if name is not None and (job.work / name).exists():
-            shutil.rmtree(job.work / name)
+    stale = [] if phase.reads is None else [job.work / phase.reads]
+    if phase.pending is not None:
+        stale.append(job.dedup_folder(phase.pending))
+    for folder in stale:
+        if folder.exists():
+            shutil.rmtree(folder)

@@ -411,9 +411,21 @@ class Job:
         """Return the folder with the receipts of a phase."""
         return self.work / "phases" / phase.name
 
+    def receipt(self, phase: Phase, rank: int) -> Path:
+        """Return the path of a task's receipt."""
+        return self.folder(phase) / f"{rank:05d}.json"
+
+    def dedup_folder(self, number: int) -> Path:
+        """Return the folder of the deduplication with this place among the steps."""
+        return self.work / f"dedup-{number}"
+
+    def clusters_file(self, number: int) -> Path:
+        """Return the path of a deduplication's numbers of duplicates."""
+        return self.work / f"clusters-{number}.json"
+
     def files(self, phase: Phase, rank: int) -> dict[str, int]:
         """Return the files of a task that is done with their sizes, as its receipt names them."""
-        files: dict[str, int] = read_json(self.folder(phase) / f"{rank:05d}.json")["files"]
+        files: dict[str, int] = read_json(self.receipt(phase, rank))["files"]
         return files
 
     def is_done(self, phase: Phase, rank: int) -> bool:
@@ -435,18 +447,18 @@ class Job:
         for folder in {path.parent for path in paths}:
             sync_directory(folder)
         files = {str(path.relative_to(self.work)): path.stat().st_size for path in sorted(paths)}
-        write_json(self.folder(phase) / f"{rank:05d}.json", {"files": files, "tally": tally})
+        write_json(self.receipt(phase, rank), {"files": files, "tally": tally})
 
     def report(self) -> dict[str, Any]:
         """Return the report of all phases."""
         receipts = [
-            read_json(self.folder(phase) / f"{rank:05d}.json")["tally"]
+            read_json(self.receipt(phase, rank))["tally"]
             for phase in self.phases
             if phase.kind == "documents"
             for rank in range(phase.tasks)
         ]
         clusters = {
-            label_of(number, step): read_json(self.work / f"clusters-{number}.json")
+            label_of(number, step): read_json(self.clusters_file(number))
             for number, step in enumerate(self.steps)
             if isinstance(step, DedupStep)
         }

@@ -74,8 +74,7 @@ def _await_inputs(job: Job, phase: Phase, rank: int) -> int:
         if each.compares == number and each.kind in kinds.get(phase.kind, ("documents", "earlier"))
         for task in range(each.tasks)
     ]
-    receipts = {job.folder(each).relative_to(job.work) / f"{task:05d}.json" for each, task in tasks}
-    _await(job.work, receipts)
+    _await(job.work, {job.receipt(each, task).relative_to(job.work) for each, task in tasks})
     names = {
         Path(name)
         for each, task in tasks
@@ -121,7 +120,7 @@ def _finding(job: Job, phase: Phase, inputs: int) -> list[Any]:
 
     assert phase.compares is not None
     number = phase.compares
-    step, folder = job.steps[number], job.work / f"dedup-{number}"
+    step, folder = job.steps[number], job.dedup_folder(number)
     pipeline: list[Any] = [finding_block(step, folder, phase.kind, inputs)]
     if job.compares_sources(number) and phase.kind != "buckets":
         owners = [source for source, _ in job.earlier]
@@ -134,7 +133,7 @@ def _earlier_signatures(job: Job, phase: Phase, rank: int) -> list[Any]:
     from megacore.corpus.curate_documents import ReadShard
 
     assert phase.compares is not None
-    step, folder = job.steps[phase.compares], job.work / f"dedup-{phase.compares}"
+    step, folder = job.steps[phase.compares], job.dedup_folder(phase.compares)
     _, shard = job.earlier[rank]
     reader = ReadShard(
         shard,
@@ -169,7 +168,7 @@ def _pass_over_documents(job: Job, phase: Phase, rank: int, tally: Tally) -> lis
     ]
     if phase.pending is not None:
         number = phase.pending
-        folder, label = work / f"dedup-{number}", label_of(number, steps[number])
+        folder, label = job.dedup_folder(number), label_of(number, steps[number])
         if job.compares_sources(number):
             pipeline.append(SourceNames(folder))
         pipeline.append(blocks.duplicate_filter(steps[number], label, folder, tally))
@@ -185,7 +184,7 @@ def _pass_over_documents(job: Job, phase: Phase, rank: int, tally: Tally) -> lis
         place = rank + (len(job.earlier) if job.compares_sources(number) else 0)
         pipeline.append(
             blocks.signature_block(
-                steps[number], work / f"dedup-{number}", place, finders(len(job.shards))
+                steps[number], job.dedup_folder(number), place, finders(len(job.shards))
             )
         )
     return pipeline
