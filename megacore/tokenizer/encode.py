@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.config.data import OnBadLine
+from megacore.corpus.blocks import BadLine, Block
 from megacore.errors import DataFormatError
 from megacore.tokenizer.fast import Encoder
 from megacore.tokenizer.load import Encoded
-
-if TYPE_CHECKING:
-    from megacore.corpus.blocks import BadLine, Block
-    from megacore.tokenizer.sentences import SentenceSplitter
+from megacore.tokenizer.sentences import SentenceSplitter
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ class BlockEncoder:
     vocab_size: int
     dtype: np.dtype[Any]
     on_bad_line: OnBadLine
-    splitter: "SentenceSplitter | None" = None
+    splitter: SentenceSplitter | None = None
 
-    def __call__(self, block: "Block") -> "EncodedBlock":
+    def __call__(self, block: Block) -> "EncodedBlock":
         """Encode a block. Raises DataFormatError with file and line, WorkerLostError."""
         texts, bad = block.texts()
         if bad and self.on_bad_line == "stop":
@@ -111,13 +109,13 @@ class BlockEncoder:
 class EncodedBlock:
     """A block with its tokens and its bad lines."""
 
-    block: "Block"
+    block: Block
     batch: TokenBatch
-    bad: "list[BadLine]"
+    bad: list[BadLine]
 
 
 def encode_blocks(
-    blocks: "Iterable[Block]", encode: "Callable[[Block], EncodedBlock]", workers: int
+    blocks: Iterable[Block], encode: Callable[[Block], EncodedBlock], workers: int
 ) -> Iterator[EncodedBlock]:
     """Yield the encoded blocks in order.
 
