@@ -60,10 +60,9 @@ def plan(lengths: np.ndarray) -> EpochPlan:
 
 def our_maps(documents: int) -> Work:
     lengths = document_lengths(documents)
-    epochs = plan(lengths)
+    epochs, options = plan(lengths), IndexOptions(split=None, seq_length=SEQ_LENGTH, seed=SEED)
 
     def work() -> list[np.ndarray]:
-        options = IndexOptions(split=None, seq_length=SEQ_LENGTH, seed=SEED)
         maps = build_split(lengths, 0, documents, epochs, options)
         return [maps.document_index, maps.sample_index, maps.shuffle_index]
 

@@ -172,14 +172,14 @@ class BlendedDataset:
         members: Sequence[MemberDataset],
         index_directory: str | Path,
         split_name: str,
-        sources: Sequence[int] = (),
+        sources: Sequence[int],
     ) -> None:
         """Open the split's blend in `index_directory`.
 
         `members` are in the order in which the blend numbers them; there is at least one.
-        `sources` are their numbers among the run's sources, by default 0, 1, …
+        `sources` are their numbers among the run's sources.
         """
-        self.sources = tuple(sources or range(len(members)))
+        self.sources = tuple(sources)
         self.seq_length = members[0].seq_length
         self.width = members[0].width
         self._members = list(members)

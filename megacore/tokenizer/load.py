@@ -124,7 +124,7 @@ class IncrementalText:
         self,
         decode: Callable[[list[int]], str],
         emit: Callable[[str], object],
-        context: Sequence[int] = (),
+        context: Sequence[int],
     ) -> None:
         """Begin after the ids in `context`, whose text is not emitted.
 
