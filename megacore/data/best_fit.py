@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megacore.data import _compiled
 from megacore.data.index_directory import IndexMaps
-from megacore.data.index_plans import INT32_MAX, UINT32_MAX
+from megacore.data.index_plans import INT32_MAX, shuffle_type
 
 Lengths = npt.NDArray[np.int32]
 
@@ -39,9 +39,9 @@ def build_best_fit(
         (epochs * samples + 1, 2), np.int64 if wide else np.int32
     )
     sample_index[-1] = len(document_index), 0
-    wide_order = epochs * samples >= UINT32_MAX - 1
-    order_type = np.int64 if wide_order else np.uint32
-    shuffle_index: npt.NDArray[Any] = np.arange(epochs * samples, dtype=order_type)
+    shuffle_index: npt.NDArray[Any] = np.arange(
+        epochs * samples, dtype=shuffle_type(epochs * samples)
+    )
     pack = _compiled.pack_best_fit_int64 if wide else _compiled.pack_best_fit_int32
     for epoch in range(epochs):
         sequences = np.arange(first, last, dtype=np.int32)

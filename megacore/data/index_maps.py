@@ -39,13 +39,13 @@ from megacore.data.index_directory import (
 from megacore.data.index_options import IndexOptions, Mixture
 from megacore.data.index_plans import (
     INT32_MAX,
-    UINT32_MAX,
     EpochPlan,
     MemberPlan,
     SplitPlan,
     pack_sample_index,
     padding_share,
     plan_splits,
+    shuffle_type,
 )
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -263,7 +263,7 @@ def _shuffle_apart(
 
 def _in_order(samples: int) -> npt.NDArray[Any]:
     """Return the numbers of the samples."""
-    index = np.empty(samples, np.int64 if samples >= UINT32_MAX - 1 else np.uint32)
+    index = np.empty(samples, shuffle_type(samples))
     _number(index, 0)
     return index
 

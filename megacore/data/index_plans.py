@@ -356,6 +356,11 @@ def plan_best_fit(
     return EpochPlan(epochs, False, epochs * per_epoch, epochs * per_epoch)
 
 
+def shuffle_type(samples: int) -> type[np.integer[Any]]:
+    """Return the type of the shuffle index: u32, or i64 from 2^32 - 2 samples on."""
+    return np.int64 if samples >= UINT32_MAX - 1 else np.uint32
+
+
 def pack_sample_index(
     lengths: npt.NDArray[np.int32],
     document_index: npt.NDArray[np.int32],
