@@ -24,7 +24,6 @@ from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.key_map import (
-    NAMED_AT_ONCE,
     Entry,
     Fused,
     KeyMap,
@@ -32,6 +31,7 @@ from megacore.convert.key_map import (
     Shape,
     embedding,
     fused_layer,
+    name_mismatch,
     norm,
     output_layer,
 )
@@ -292,13 +292,11 @@ def _our_tensors(
         CheckpointError: if a parameter is missing, unknown, incomplete or of a wrong shape.
     """
     table, model = _key_map(spec), spec.model
-    missing = [name for name in table.their_shapes if name not in parameters]
-    unknown = [name for name in parameters if name not in table.their_shapes]
-    if missing or unknown:
+    mismatch = name_mismatch(parameters.keys(), table.their_shapes)
+    if mismatch is not None:
         raise CheckpointError(
-            f"{where} is of another model than its {CONFIG_NAME} says: it "
-            f"{'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])}: use another checkpoint"
+            f"{where} is of another model than its {CONFIG_NAME} says: {mismatch}: use another "
+            "checkpoint"
         )
     for name, parts in parameters.items():
         _check_parts(name, parts, table.their_shapes[name], where)

@@ -117,7 +117,7 @@ def without_layer(state: dict[str, Any]) -> None:
         ),
         (
             lambda state: encoder_of(state).update(extra=torch.ones(1)),
-            "has language_model.encoder.extra, for which",
+            "it has no place for language_model.encoder.extra",
         ),
         (
             lambda state: encoder_of(state).update({"final_layernorm.bias": 3}),

@@ -21,7 +21,7 @@ from megacore.checkpoint.format import (
     read_tracker,
 )
 from megacore.convert.inert import Record, load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors
+from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, name_mismatch
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
     WORD_EMBEDDINGS,
@@ -31,7 +31,7 @@ from megacore.convert.megatron.table import (
     layer_numbers,
     stage_slots,
 )
-from megacore.errors import CheckpointError, ConversionError, listed
+from megacore.errors import CheckpointError, ConversionError
 
 FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
@@ -367,13 +367,11 @@ class MergedTensors(LazyTensors):
 
 def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
     for rank, part in enumerate(stage):
-        missing = [name for name in known if name not in part]
-        unknown = [name for name in part if name not in known]
-        if missing or unknown:
+        mismatch = name_mismatch(part, known)
+        if mismatch is not None:
             raise CheckpointError(
-                f"{where} is of another model than its args say: tensor rank {rank} "
-                f"{'lacks' if missing else 'has'} {listed(missing or unknown)}"
-                f"{'' if missing else ', for which there is no place'}: use another checkpoint"
+                f"{where}, tensor rank {rank}, is of another model than its args say: {mismatch}: "
+                "use another checkpoint"
             )
         for name, slot in known.items():
             shape = slot.shape(len(stage))
