@@ -45,8 +45,8 @@ _READ_AS = {
 }
 """Encodings that pages name, and the larger ones that the web's Encoding Standard reads instead."""
 _DAMAGED_CHARACTERS = 0.1
-"""A page is UTF-8 if its invalid sequences are a smaller share of its valid characters, other than
-ASCII."""
+"""Number of invalid sequences in relation to valid characters beyond ASCII, below which a page is
+taken as UTF-8."""
 
 
 @dataclass(frozen=True)
