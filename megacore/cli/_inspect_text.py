@@ -13,9 +13,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
-from megacore.inspect.verify import Damage, Unchecked
+from megacore.cli._terminal import write_line, write_table
+from megacore.inspect.verify import Damage, Result, Unchecked
 from megacore.observe.logging import counted
 
 _PREVIEW_CHARACTERS = 400
@@ -32,13 +32,13 @@ def show_tokens(reports: dict[str, Any], *, full: bool) -> None:
     for report in reports["files"]:
         _show_files(report, full)
     if reports["histogram"]:
-        _line(f"\nwrote {reports['histogram']}")
+        write_line(f"\nwrote {reports['histogram']}")
 
 
 def show_index(report: dict[str, Any]) -> None:
     """Print the content of `index.json`."""
-    _heading(report["path"])
-    _line(
+    write_line(report["path"], "bold")
+    write_line(
         ", ".join(
             f"{name} {_plain(value)}"
             for name, value in report["options"].items()
@@ -50,21 +50,21 @@ def show_index(report: dict[str, Any]) -> None:
             name if weight is None else f"{name} (weight {weight:g})"
             for name, weight in member["splits"].items()
         )
-        _line(f"data set {number}: {member['prefix']}: {splits}")
+        write_line(f"data set {number}: {member['prefix']}: {splits}")
     for split, count in report["samples"].items():
         share = report["padding"].get(split)
         padding = "" if share is None or not count else f", {100 * share:.3g} % padding"
-        _line(f"{split}: {counted(count, 'sample')}{padding}")
+        write_line(f"{split}: {counted(count, 'sample')}{padding}")
 
 
 def show_mixture(report: dict[str, Any]) -> None:
     """Print the table of a mixture: a row for each source in each step."""
-    _heading(report["of"])
+    write_line(report["of"], "bold")
     known = (
         f"{name} {'unknown' if count is None else f'{count:,}'}"
         for name, count in report["source_tokens"].items()
     )
-    _line(f"tokens of the train split: {', '.join(known)}")
+    write_line(f"tokens of the train split: {', '.join(known)}")
     table = Table("from sample", "source", "share", "samples", "tokens", "epochs", "so far")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -83,18 +83,18 @@ def show_mixture(report: dict[str, Any]) -> None:
                 *epochs,
                 end_section=number == len(step["sources"]) - 1,
             )
-    Console().print(table)
+    write_table(table)
 
 
 def show_sample(report: dict[str, Any], *, full: bool) -> None:
     """Print the documents and source lines that a sample comes from."""
-    _heading(f"{report['split']} sample {report['sample']:,} of {report['path']}")
-    _line(
+    write_line(f"{report['split']} sample {report['sample']:,} of {report['path']}", "bold")
+    write_line(
         f"sample {report['member_sample']:,} of data set {report['member']}, {report['prefix']} "
         f"(row {report['row']:,} of its {report['map']})"
     )
     padding = f", {report['padding']:,} padding" if report["padding"] > 0 else ""
-    _line(
+    write_line(
         f"{counted(report['tokens'], 'token')} from "
         f"{counted(len(report['parts']), 'sequence')}{padding}"
     )
@@ -102,38 +102,28 @@ def show_sample(report: dict[str, Any], *, full: bool) -> None:
     for number, part in enumerate(shown, 1):
         _show_part(number, part, full)
     if len(shown) < len(report["parts"]):
-        _line(f"\n… {len(report['parts']) - len(shown):,} more: --full shows all")
+        write_line(f"\n… {len(report['parts']) - len(shown):,} more: --full shows all")
     if report["made"] is not None:
         _show_made(report["made"], full)
     if report["documents_json"] is None:
-        _line(
+        write_line(
             "\nwhere the documents came from is unknown: there is no documents.json next to the "
             "token files"
         )
     if report["tokenizer"] is None:
-        _line(_NO_TOKENIZER)
+        write_line(_NO_TOKENIZER)
 
 
-def show_check(name: str, result: str) -> None:
-    """Print a passed check."""
-    _line(f"ok  {name}: {result}")
-
-
-def show_damage(damage: Damage) -> None:
-    """Print what is damaged, the command that deletes it, and what builds it again."""
-    _line(f"damaged  {damage.name}: {damage.problem}")
-    _line(f"         delete it: {damage.command}")
-    _line(f"         then {damage.remedy}")
-
-
-def show_unchecked(unchecked: Unchecked) -> None:
-    """Print what could not be compared, and why."""
-    _line(f"{unchecked.state}  {unchecked.name}: {unchecked.reason}")
-
-
-def show_damaged(damaged: int, count: int) -> None:
-    """Print the number of damaged artifacts and checkpoints."""
-    _line(f"damaged: {damaged} of {count}")
+def show_result(result: Result) -> None:
+    """Print a result of `megacore verify`: for damage, also how to delete it and build it again."""
+    if isinstance(result, Damage):
+        write_line(f"damaged  {result.name}: {result.problem}")
+        write_line(f"         delete it: {result.command}")
+        write_line(f"         then {result.remedy}")
+    elif isinstance(result, Unchecked):
+        write_line(f"{result.state}  {result.name}: {result.reason}")
+    else:
+        write_line(f"ok  {result.name}: {result.result}")
 
 
 @contextmanager
@@ -152,25 +142,25 @@ def reading_bar() -> Iterator[Callable[[int], None]]:
 
 
 def _show_files(report: dict[str, Any], full: bool) -> None:
-    _heading(report["prefix"])
-    _line(
+    write_line(report["prefix"], "bold")
+    write_line(
         f"documents  {report['documents']:,}, {report['empty_documents']:,} of them empty; "
         f"{counted(report['sequences'], 'sequence')}"
     )
-    _line(f"tokens     {report['tokens']:,} of {report['dtype']}")
-    _line(f"files      .bin {report['bin_bytes']:,} bytes, .idx {report['idx_bytes']:,} bytes")
+    write_line(f"tokens     {report['tokens']:,} of {report['dtype']}")
+    write_line(f"files      .bin {report['bin_bytes']:,} bytes, .idx {report['idx_bytes']:,} bytes")
     if report["smallest_id"] is not None:
-        _line(f"token ids  {report['smallest_id']:,} to {report['largest_id']:,}")
+        write_line(f"token ids  {report['smallest_id']:,} to {report['largest_id']:,}")
     if report["lengths"]:
         _show_lengths(report["lengths"])
     for entry in report["first_documents"]:
         _show_document(entry, full)
     if report["first_documents"] and report["tokenizer"] is None:
-        _line(_NO_TOKENIZER)
+        write_line(_NO_TOKENIZER)
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
-    _line(
+    write_line(
         f"lengths    min {lengths['shortest']:,}, median {lengths['median']:,}, mean "
         f"{lengths['mean']:,.1f}, 95 % {lengths['p95']:,}, max {lengths['longest']:,} tokens\n"
     )
@@ -180,7 +170,7 @@ def _show_lengths(lengths: dict[str, Any]) -> None:
     digits = len(f"{most:,}")
     for name, entry in zip(names, bins, strict=True):
         count = entry["sequences"]
-        _line(f"  {name:>{width}}  {count:>{digits},} {_bar(count, most)}".rstrip())
+        write_line(f"  {name:>{width}}  {count:>{digits},} {_bar(count, most)}".rstrip())
 
 
 def _bar(count: int, most: int) -> str:
@@ -192,7 +182,9 @@ def _bar(count: int, most: int) -> str:
 def _show_document(entry: dict[str, Any], full: bool) -> None:
     source = entry["source"]
     place = "" if source is None else f", {source['path']}:{source['line']}"
-    _heading(f"\ndocument {entry['document']:,}: {counted(entry['tokens'], 'token')}{place}")
+    write_line(
+        f"\ndocument {entry['document']:,}: {counted(entry['tokens'], 'token')}{place}", "bold"
+    )
     if not entry["tokens"]:
         return
     if "text" in entry:
@@ -202,46 +194,47 @@ def _show_document(entry: dict[str, Any], full: bool) -> None:
 
 
 def _show_part(number: int, part: dict[str, Any], full: bool) -> None:
-    _heading(
+    write_line(
         f"\n{number}. document {part['document']:,}, sequence {part['sequence']:,}: "
-        f"tokens {part['start']:,} to {part['stop'] - 1:,} of {part['length']:,}"
+        f"tokens {part['start']:,} to {part['stop'] - 1:,} of {part['length']:,}",
+        "bold",
     )
     _indented(_ids(part["ids"], full) if part["text"] is None else _cut(part["text"], full))
     source = part["source"]
     if source is None:
         return
-    _line(f"  from {source['path']}:{source['line']} ({source['key']})")
+    write_line(f"  from {source['path']}:{source['line']} ({source['key']})")
     if source["problem"]:
-        _line(f"  which cannot be shown: {source['problem']}")
+        write_line(f"  which cannot be shown: {source['problem']}")
         return
     if source["named_source"]:
-        _line(f"  which names its source {source['named_source']}")
+        write_line(f"  which names its source {source['named_source']}")
     if source["characters"]:
         first, last = source["characters"]
-        _line(
+        write_line(
             f"  these tokens are the characters {first:,} to {last - 1:,} of "
             f"{len(source['text']):,}; it begins:"
         )
     else:
-        _line(f"  which has {len(source['text']):,} characters and begins:")
+        write_line(f"  which has {len(source['text']):,} characters and begins:")
     _indented(_cut(source["text"], full))
 
 
 def _show_made(model_input: dict[str, Any], full: bool) -> None:
     """Print the input and the labels of a sample of a sentence model (BERT, T5)."""
-    _heading("\nthe model reads")
+    write_line("\nthe model reads", "bold")
     _indented(_cut(model_input["reads"], full))
     if "writes" in model_input:
-        _heading("and writes")
+        write_line("and writes", "bold")
         _indented(_cut(model_input["writes"], full))
         return
     words = [
         entry["token"] if entry["read"] == "[MASK]" else f"{entry['token']} (reads {entry['read']})"
         for entry in model_input["predicts"]
     ]
-    _heading(f"and predicts {counted(len(words), 'token')}")
+    write_line(f"and predicts {counted(len(words), 'token')}", "bold")
     _indented(_cut(", ".join(words), full))
-    _line(f"sentence label {model_input['sentence_label']}")
+    write_line(f"sentence label {model_input['sentence_label']}")
 
 
 def _cut(value: str, full: bool, *, more: bool = False) -> str:
@@ -269,12 +262,4 @@ def _indented(value: str) -> None:
         for letter in value.replace("\r\n", "\n")
     )
     for line in safe.split("\n"):
-        _line(f"  | {line}")
-
-
-def _heading(value: str) -> None:
-    Console().print(Text(value, style="bold"), soft_wrap=True)
-
-
-def _line(value: str) -> None:
-    Console().print(Text(value), soft_wrap=True)
+        write_line(f"  | {line}")

@@ -116,16 +116,16 @@ def _show(report: "Report") -> None:
     """Print a report: both sides, the differences with their causes, the numbers, the verdict."""
     from rich.console import Console
 
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False, emoji=False)
     for name, side in (("A", report.a), ("B", report.b)):
-        console.print(f"{name}: {_side(side)}", markup=False)
+        console.print(f"{name}: {_side(side)}")
     if report.differences:
         _differences(console, report)
     if report.kind == "models":
         _model_facts(console, report.facts)
     for remark in report.remarks:
-        console.print(f"note: {remark.sentence}", markup=False)
-    console.print(report.verdict(), markup=False, style="bold")
+        console.print(f"note: {remark.sentence}")
+    console.print(report.verdict(), style="bold")
 
 
 def _side(side: dict[str, Any]) -> str:
@@ -139,9 +139,7 @@ def _differences(console: "Console", report: "Report") -> None:
         for finding in findings:
             effect = _EFFECTS[finding.explains]
             more = f" [{effect}]" if effect else ""
-            console.print(
-                f"{finding.subject}: {_cause(finding)}: {finding.sentence}{more}", markup=False
-            )
+            console.print(f"{finding.subject}: {_cause(finding)}: {finding.sentence}{more}")
         return
     from rich.table import Table
 
@@ -152,7 +150,7 @@ def _differences(console: "Console", report: "Report") -> None:
         table.add_row(
             finding.subject, _cause(finding), finding.sentence, _EFFECTS[finding.explains]
         )
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def _cause(finding: "Finding") -> str:
@@ -166,13 +164,11 @@ def _model_facts(console: "Console", facts: dict[str, Any]) -> None:
         console.print(
             f"weights: {weights['tensors'] - differing:,} of {weights['tensors']:,} common tensors "
             f"are equal, {len(weights['only_in_a'])} are only in A, "
-            f"{len(weights['only_in_b'])} only in B",
-            markup=False,
+            f"{len(weights['only_in_b'])} only in B"
         )
     if logits is not None:
         console.print(
             f"logits: largest difference {logits['max_abs_difference']:.3g} (largest logit "
             f"{logits['largest_logit']:.3g}), the same most probable token at "
-            f"{logits['same_choice']:.1%} of the positions",
-            markup=False,
+            f"{logits['same_choice']:.1%} of the positions"
         )

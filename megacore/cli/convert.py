@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from megacore.cli._options import refuse_sealed
+from megacore.cli._terminal import write_line
 from megacore.errors import ConfigError
 
 _OFFLINE = {
@@ -57,8 +58,6 @@ def import_(
 
     Training can continue from it with any layout.
     """
-    from rich.console import Console
-
     sources = {
         "hf": from_hf,
         "megatron": from_megatron,
@@ -88,12 +87,9 @@ def import_(
         else f"naming the tokenizer that its files name, {directory}"
     )
     note = "with its tokenizer" if (output / "tokenizer").is_dir() else no_tokenizer
-    Console().print(
-        f"wrote {checkpoint}: {foreign.kind}, {note}; it was not compared with its source",
-        soft_wrap=True,
-    )
+    write_line(f"wrote {checkpoint}: {foreign.kind}, {note}; it was not compared with its source")
     for remark in foreign.remarks:
-        Console(stderr=True).print(remark, soft_wrap=True)
+        write_line(remark, stderr=True)
 
 
 def export(
@@ -129,8 +125,6 @@ def export(
 
     The result is not compared with the checkpoint; the flow `export` compares and publishes.
     """
-    from rich.console import Console
-
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
@@ -158,9 +152,8 @@ def export(
         else f"without its tokenizer, which is not in {directory}"
     )
     note = no_tokenizer if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
-    Console().print(
-        f"wrote {output} from {source.checkpoint}, {note}; it was not compared with the checkpoint",
-        soft_wrap=True,
+    write_line(
+        f"wrote {output} from {source.checkpoint}, {note}; it was not compared with the checkpoint"
     )
 
 

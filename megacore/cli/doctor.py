@@ -110,7 +110,7 @@ def doctor(
     if as_json:
         sys.stdout.write(examination.as_text())
     else:
-        show(examination, Console(width=None if sys.stdout.isatty() else 160))
+        show(examination, Console(width=None if sys.stdout.isatty() else 160, emoji=False))
     if examination.verdict == "error":
         raise typer.Exit(EXIT_CODE)
 

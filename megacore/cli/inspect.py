@@ -1,12 +1,12 @@
 """`megacore inspect` and `megacore verify`: reports on and checks of data files and artifacts."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from megacore.cli._terminal import write_json_text, write_line
 from megacore.errors import ConfigError
 
 _PREVIEW_TOKENS = 120
@@ -120,18 +120,13 @@ def verify(
     damaged = unread = count = 0
     with terminal.reading_bar() as on_read:
         for count, result in enumerate(examine(named_directory(path), on_read), 1):  # noqa: B007
-            if isinstance(result, Damage):
-                damaged += 1
-                terminal.show_damage(result)
-            elif isinstance(result, Unchecked):
-                unread += result.state == "not readable"
-                terminal.show_unchecked(result)
-            else:
-                terminal.show_check(result.name, result.result)
+            damaged += isinstance(result, Damage)
+            unread += isinstance(result, Unchecked) and result.state == "not readable"
+            terminal.show_result(result)
     if not count:
         sys.stdout.write(f"{path} has nothing to check yet: no stage or checkpoint is complete\n")
     if damaged:
-        terminal.show_damaged(damaged, count)
+        write_line(f"damaged: {damaged} of {count}")
     if damaged or unread:
         raise typer.Exit(1)
 
@@ -198,6 +193,6 @@ def _tokens(
 
 def _show(report: dict[str, Any], as_json: bool, in_words: Any) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
+        write_json_text(report)
     else:
         in_words()

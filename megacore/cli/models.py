@@ -1,6 +1,5 @@
 """`megacore generate` and `megacore evaluate`: text generation and zero-shot scores."""
 
-import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from megacore.cli._options import check_output_file, check_seed
+from megacore.cli._terminal import write_json_text, write_line, write_table
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 from megacore.observe.logging import short_number
 
@@ -177,12 +177,9 @@ def _check_score_files(
 
 
 def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    # A title would be broken at the table's width, and a broken path cannot be copied.
-    Console().print(Text(model), soft_wrap=True)
+    write_line(model)
     table = Table()
     for column in ("text", "measure", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
@@ -193,7 +190,7 @@ def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
             value = measures[name]
             shown = f"{value:,}" if isinstance(value, int) else short_number(value, ",.4f")
             table.add_row(text, name.replace("_", " "), shown)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    write_table(table)
 
 
 def _cells_of(measures: dict[str, Any]) -> dict[str, float]:
@@ -394,7 +391,7 @@ def _continuation_row(
 
 def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
+        write_json_text(rows)
         return
     for number, row in enumerate(rows, 1):
         if len(rows) > 1:

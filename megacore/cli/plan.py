@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megacore.cli._terminal import write_line, write_table
 from megacore.errors import ConfigError, HostsSilentError
 from megacore.observe.logging import counted
 
@@ -107,14 +107,14 @@ def plan(
         if write is not None:
             _check_slots(config, gpus or 1)
         result = _searched(config, hardware, gpus or 1, top=top or _TOP, front=chart is not None)
-        _print_table(result.table(price))
-        _print(result.summary())
+        write_table(result.table(price))
+        write_line(result.summary())
         if chart is not None:
             from megacore.plan.draw import draw_search
 
-            _print(f"wrote {draw_search(result, chart, config.name)}")
+            write_line(f"wrote {draw_search(result, chart, config.name)}")
         if write is not None:
-            _print(_write_layout(conf, overrides, config, result, write))
+            write_line(_write_layout(conf, overrides, config, result, write))
         return
     extra = [name for name, value in searching.items() if value is not None]
     if extra:
@@ -163,7 +163,7 @@ def _predict_table(table: Path | None, output: Path | None) -> None:
         raise ConfigError("--table needs --output FILE.csv, the table with the predictions")
     check_output_file(output, "--output")
     rows, refused = predict_table(table, output)
-    _print(f"{counted(rows, 'row')}, {refused} refused, wrote {output}")
+    write_line(f"{counted(rows, 'row')}, {refused} refused, wrote {output}")
 
 
 def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
@@ -183,36 +183,36 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     planned = plan_pipeline(config, vocab_size, hardware, machine)
     if picture is not None:
         pictures.draw(planned.timeline, picture, planned.name)
-        _print(f"wrote {picture}")
+        write_line(f"wrote {picture}")
         return
-    _print(planned.summary())
-    _print_table(planned.table())
+    write_line(planned.summary())
+    write_table(planned.table())
     if planned.lighter is not None:
-        _print(planned.lighter)
+        write_line(planned.lighter)
     if planned.faster is not None:
-        _print(planned.faster)
+        write_line(planned.faster)
     run, ranks = planned.time, planned.layout.world_size
     precision = hardware.resolve_precision(config.train.precision)
-    _print(
+    write_line(
         f"predicted time of an iteration on {ranks} x {run.hardware}"
         f"{'' if hardware.host is None else f' of {hardware.owner}'} in {precision}: "
         f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
         f"validations {run.duration}"
     )
-    _print_table(_time_table(run.iteration))
+    write_table(_time_table(run.iteration))
     if config.data.seq_length_schedule is not None:
-        _print(
+        write_line(
             f"all numbers are at data.seq_length {config.data.seq_length}: the shorter sequences "
             "of data.seq_length_schedule have as many tokens per batch, take less time for "
             "attention, and need no more memory"
         )
     if not hardware.gpus:
-        _print(
+        write_line(
             f"memory is that of CPU ranks in {precision}"
             f"{f': {hardware.owner} has no GPU' if name is None else ''}"
         )
     if name is None and config.launch.has_scheduler:
-        _print(_unseen(config.launch.kind))
+        write_line(_unseen(config.launch.kind))
 
 
 def _time_table(prediction: "Prediction") -> "Table":
@@ -277,9 +277,9 @@ def _searched(
         hardware = _hardware_of_hosts(config)
         machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
         if hardware.host is not None:
-            _print(f"the devices are those of {hardware.owner} of {config.launch.hostfile}")
+            write_line(f"the devices are those of {hardware.owner} of {config.launch.hostfile}")
         elif config.launch.has_scheduler:
-            _print(_unseen(config.launch.kind))
+            write_line(_unseen(config.launch.kind))
     else:
         machine = load_machine(name)
     vocab_size = expected_vocab_size(config.data.tokenizer)
@@ -370,15 +370,3 @@ def _hosts(ranks: int, slots: int) -> str:
     sizes = [slots] * full + [rest] * (rest > 0)
     lines = (f"host-{number} slots={size}" for number, size in enumerate(sizes, 1))
     return "\n".join(["# Replace the names by those of the hosts.", *lines, ""])
-
-
-def _print(text: str) -> None:
-    from rich.console import Console
-
-    Console().print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _print_table(table: "Table") -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 200).print(table)

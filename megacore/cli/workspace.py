@@ -1,6 +1,5 @@
 """`megacore runs`, `megacore stop` and `megacore clean`: commands on a workspace."""
 
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ import typer
 from megacore.artifact import Workspace
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.workspace import workspace_root
+from megacore.cli._terminal import write_line, write_table
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.observe.logging import counted, short_number
 
@@ -24,7 +24,6 @@ def runs(workspace: WorkspaceOption = None) -> None:
 
     The table shows the step, perplexity or best metric, size and path of each.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from megacore.observe.runs import runs as list_runs
@@ -32,25 +31,14 @@ def runs(workspace: WorkspaceOption = None) -> None:
     place = _existing(workspace)
     rows = list_runs(place)
     if not rows:
-        Console().print(
-            f"no runs yet in {place.root}: start one with `make pretrain` or `make finetune`",
-            soft_wrap=True,
-            highlight=False,
+        write_line(
+            f"no runs yet in {place.root}: start one with `make pretrain` or `make finetune`"
         )
         return
     table = Table()
-    for column in (
-        "name",
-        "state",
-        "step",
-        "valid PPL",
-        "test PPL",
-        "best",
-        "size",
-        "updated",
-        "path",
-    ):
-        table.add_column(column, overflow="fold", no_wrap=column != "path")
+    for column in ("name", "state", "step", "valid PPL", "test PPL", "best", "size", "updated"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("path")
     for row in rows:
         table.add_row(
             row["name"] or "-",
@@ -63,7 +51,7 @@ def runs(workspace: WorkspaceOption = None) -> None:
             f"{datetime.fromtimestamp(row['updated']):%Y-%m-%d %H:%M}" if row["updated"] else "-",
             row["path"],
         )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    write_table(table)
 
 
 def stop(
@@ -77,8 +65,6 @@ def stop(
 
     The same command that started the training resumes it.
     """
-    from rich.console import Console
-
     from megacore.artifact.workspace import RUN_FILE, STOP_FILE
     from megacore.observe.runs import find_run, is_training
 
@@ -93,11 +79,7 @@ def stop(
     file = directory / STOP_FILE
     with workspace_errors(file):
         file.touch()
-    Console().print(
-        f"{directory} will save and end after its current iteration",
-        soft_wrap=True,
-        highlight=False,
-    )
+    write_line(f"{directory} will save and end after its current iteration")
 
 
 def clean(
@@ -114,8 +96,6 @@ def clean(
     ] = False,
 ) -> None:
     """Remove stale temporaries and, if requested, old artifacts; runs are never removed."""
-    from rich.console import Console
-
     from megacore.observe.clean import old_artifacts, old_downloads, remove, stale_temporaries
 
     place = _existing(workspace)
@@ -123,12 +103,12 @@ def clean(
     if older_than is not None:
         items += old_artifacts(place, older_than) + old_downloads(place, older_than)
     for item in items:
-        Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
+        write_line(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB")
     removed = items if dry_run else remove(items)
     total = sum(item.size for item in removed) / 2**20
     used = len(items) - len(removed)
     kept = f"; {used} {'is' if used == 1 else 'are'} in use" if used else ""
-    Console().print(
+    write_line(
         f"{'would remove' if dry_run else 'removed'} {counted(len(removed), 'item')}, "
         f"{total:.1f} MiB{kept}"
     )
