@@ -131,6 +131,16 @@ def write_json(path: Path, value: Any) -> None:
     remove_dead_temporaries(path)
 
 
+def standard_json(value: Any, default: Callable[[Any], Any] = str) -> Any:
+    """Return a value as it is read from JSON, with null for NaN and infinities, which JSON lacks.
+
+    Args:
+        value: the value.
+        default: function that is called with what JSON has no form for.
+    """
+    return json.loads(json.dumps(value, default=default), parse_constant=lambda name: None)
+
+
 def regular(path: Path, most: int | None = None) -> Path:
     """Return `path` after checking that it is no pipe or device, so that reading it ends.
 

@@ -90,7 +90,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
 ) -> None:
     """Score a checkpoint or an export on texts that it was not trained on, and on passkeys."""
-    from megacore.artifact.files import write_json
+    from megacore.artifact.files import standard_json, write_json
     from megacore.config.train import ZeroShotConfig
     from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
@@ -130,7 +130,7 @@ def evaluate(
         )
         scores = run_job("megacore.ranks.zeroshot", job, scratch)
     if output is not None:
-        write_json(output, {"model": source.directory, **scores})
+        write_json(output, standard_json({"model": source.directory, **scores}))
     _print_scores(source.directory, scores)
 
 

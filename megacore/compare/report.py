@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from megacore.artifact.files import standard_json
 from megacore.errors import listed
 
 Subject = Literal["architecture", "weights", "logits", "tokenizer", "files", "run"]
@@ -90,16 +91,15 @@ class Report:
         return ", ".join(compared) or "nothing differs"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as values of JSON."""
-        return {
+        """Return the report as values of JSON; numbers that are not finite are null."""
+        values: dict[str, Any] = {
             "kind": self.kind,
             "equal": self.equal,
             "verdict": self.verdict(),
             "causes": self.causes,
             "a": self.a,
             "b": self.b,
-            "findings": [
-                {**asdict(finding), "where": list(finding.where)} for finding in self.findings
-            ],
+            "findings": [asdict(finding) for finding in self.findings],
             "facts": self.facts,
         }
+        return standard_json(values)  # type: ignore[no-any-return]

@@ -9,7 +9,6 @@ import errno
 import glob
 import hashlib
 import importlib.util
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megacore.artifact.files import access_error, canonical_json, workspace_errors
+from megacore.artifact.files import access_error, canonical_json, standard_json, workspace_errors
 from megacore.artifact.manifest import file_digest
 from megacore.config.train import LmEvalConfig
 from megacore.errors import (
@@ -371,10 +370,7 @@ def score_model(
     for name, value in options.items():
         words += [] if value is None else [f"--{name}", str(value)]
     kept |= {"lm_eval": harness_version(), "command": shlex.join(words)}
-    cleaned: dict[str, Any] = json.loads(
-        json.dumps(kept, default=handle_non_serializable), parse_constant=lambda name: None
-    )
-    return cleaned
+    return standard_json(kept, handle_non_serializable)  # type: ignore[no-any-return]
 
 
 def task_items(

@@ -1,6 +1,7 @@
 """`megacore evaluate`: equal scores for every layout and form of the weights, and refusals."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ def scores(files: Files, model: Path, target: Path, *arguments: object) -> dict[
     assert f"{results['lambada']['accuracy']:.4f}" in table
     assert results.pop("model") == str(model)
     return results
+
+
+def test_a_perplexity_that_overflows_is_null_in_the_file(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = {"wikitext": {"loss": math.nan, "word_ppl": math.inf, "words": 1}}
+    monkeypatch.setattr("megacore.ranks.stages.run_job", lambda *_: scored)
+    target = tmp_path / "scores.json"
+    model = ("--checkpoint", files.checkpoint, "--output", target)
+    assert "inf" in output("evaluate", *model, "--wikitext", files.wikitext)
+    values = json.loads(target.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert values["wikitext"] == {"loss": None, "word_ppl": None, "words": 1}
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megacore.compare import compare_paths, runs
+from megacore.compare.report import Finding, Report
 from megacore.compare.run_record import RunRecord
 from megacore.compare.runs import _first_difference, _iterations, compare_runs
 from megacore.errors import ConfigError, DataFormatError
@@ -158,6 +159,14 @@ def test_a_missing_loss_is_named_without_a_relative_difference(tmp_path: Path) -
     report = compared(Planted("lost", lost, None), tmp_path)
     assert "at step 5: 3.42612264 in A, none in B; nothing" in report.findings[0].sentence
     json.dumps(report.to_json()["findings"], allow_nan=False)
+
+
+def test_a_report_of_weights_that_are_no_numbers_is_standard_json() -> None:
+    report = Report("models", {}, {}, facts={"logits": {"max_abs_difference": math.nan}})
+    report.findings.append(Finding("logits", "x", "y", ("z",), numbers={"max_abs": math.inf}))
+    values = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert values["facts"] == {"logits": {"max_abs_difference": None}}
+    assert values["findings"][0]["where"] == ["z"]
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
