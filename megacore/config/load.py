@@ -76,8 +76,8 @@ _KERNELS = ("train", "kernels")
 _LAUNCH = ("launch",)
 WORKSPACE = "${workspace}"
 """Placeholder in files and overrides for the path of the workspace."""
-_WITHOUT_PATHS = "export"
-"""Section of a pretraining whose texts are no paths, such as the prompt of a sample."""
+_WITHOUT_PATHS = {"export", "task"}
+"""Sections whose texts are no paths, such as the prompt of a sample and the prefix of a source."""
 _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """Characters that no path has, or UTF-8 cannot encode; an escape of YAML or JSON can name them.
 
@@ -173,8 +173,6 @@ def load_config(
     value comes from.
     """
     merged = _read_values(conf, overrides, conf_dir, _PRETRAINING)
-    for name in merged.values.keys() - {_WITHOUT_PATHS}:
-        merged.values[name] = _map_texts(merged.values[name], _with_home)
     _read_deepspeed_json(merged, conf_dir)
     return validated(RunConfig, merged.values, merged.origin, merged=merged)
 
@@ -308,6 +306,8 @@ def _read_values(
             f"file can have: remove it{merged.place_of(key)}"
         )
     merged = merged._replace(values=_map_texts(merged.values, _with_workspace))
+    for name in merged.values.keys() - _WITHOUT_PATHS:
+        merged.values[name] = _map_texts(merged.values[name], _with_home)
     merged.values.setdefault("name", name_of(merged.path))
     return merged
 
@@ -349,10 +349,7 @@ def _with_workspace(text: str) -> str:
 
 
 def _with_home(text: str) -> str:
-    """Return a text of a file with the home directory's path for `~` in front of a slash.
-
-    The key of a fine-tuning contains its paths as they are written, so its stages expand them.
-    """
+    """Return a text of a file with the home directory's path for `~` in front of a slash."""
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 

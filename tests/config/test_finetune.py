@@ -147,6 +147,23 @@ def test_wrong_keys_and_values_are_named(
     )
 
 
+def test_a_path_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = {
+        "data.source.dataset": "~/parquet",
+        "launch": {"hostfile": "~/hosts"},
+        "model.path": "~/model",
+        "task.source_prefix": "~/a",
+    }
+    config = load_finetune_config("seq2seq", overrides)
+    assert config.model.path == f"{tmp_path}/model"
+    assert getattr(config.data.source, "dataset", None) == f"{tmp_path}/parquet"
+    assert config.launch.hostfile == f"{tmp_path}/hosts"
+    assert getattr(config.task, "source_prefix", None) == "~/a"
+
+
 def test_a_wrong_list_element_is_reported_once(files: Files) -> None:
     message = files.refusal(task={**PAIRS, "metrics": ["accuracyy"]})
     assert "task.metrics[0] is 'accuracyy'" in message
