@@ -57,10 +57,17 @@ def survey(paths: Sequence[Path]) -> Survey:
     """Look at files and directories and return what they hold.
 
     The kind with the most bytes is taken. A path that is given twice counts once. Raises
-    ConfigError with one sentence if there is no text.
+    ConfigError with one sentence if there is no text, or a path is in another one.
     """
     try:
-        paths = [*{os.path.realpath(path): path for path in paths}.values()]
+        places = {Path(os.path.realpath(path)): path for path in paths}
+        paths = [*places.values()]
+        for place, path in places.items():
+            outer = next((places[above] for above in place.parents if above in places), None)
+            if outer is not None:
+                raise ConfigError(
+                    f"{path} is in {outer}, which is named, too: name only one of them"
+                )
         candidates = [entry for path in paths for entry in _candidates(path)]
         sizes: dict[Kind, int] = {}
         for path, kind, _ in candidates:

@@ -145,6 +145,14 @@ def test_a_path_that_is_given_twice_counts_once(here: Path) -> None:
     assert "# 100," in (here / "d.yaml").read_text()
 
 
+def test_a_file_in_a_directory_that_is_named_too_is_refused(here: Path) -> None:
+    (here / "d").mkdir()
+    (here / "d" / "a.txt").write_text(prose(100_000))
+    result = run("d", "d/a.txt")
+    assert str(result.exception) == "d/a.txt is in d, which is named, too: name only one of them"
+    assert not Path("d.yaml").exists()
+
+
 def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
     rows = [
         {"id": str(number), "body": prose(1_000, number), "score": number} for number in range(100)
