@@ -27,6 +27,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
+def one_line(text: object, most: int | None = None) -> str:
+    """Return the first `most` characters of another program's text, without line breaks."""
+    return " ".join(str(text).split())[:most]
+
+
 class MegacoreError(Exception):
     """Base class of megacore's errors; its message never contains a credential."""
 

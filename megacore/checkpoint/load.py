@@ -26,7 +26,7 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
 from megacore.checkpoint.shard import Tensors, pieces_of
-from megacore.errors import CheckpointError, FileAccessError, listed
+from megacore.errors import CheckpointError, FileAccessError, listed, one_line
 
 _BLOCK = 4 << 20
 """Bytes read at a time if the file cannot be read directly into a tensor's memory."""
@@ -111,7 +111,7 @@ class CheckpointReader:
             raise
         except Exception as error:
             # Drop torch's advice to execute the file.
-            reason = " ".join(str(error).split()).partition(". ")[0][:300]
+            reason = one_line(error).partition(". ")[0][:300]
             raise CheckpointError(
                 f"{self.directory} cannot be read: {type(error).__name__}: {reason}: use another "
                 "checkpoint"

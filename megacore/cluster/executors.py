@@ -15,7 +15,7 @@ from megacore.config.curate import CurateExecutor, RayExecutor, SlurmExecutor
 from megacore.corpus.curate import Executor
 from megacore.corpus.curate_job import Job, Phase
 from megacore.corpus.curate_task import run_task
-from megacore.errors import ConfigError, LaunchError, WorkerLostError
+from megacore.errors import ConfigError, LaunchError, WorkerLostError, one_line
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -166,4 +166,4 @@ def _typed(error: Any) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__

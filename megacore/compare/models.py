@@ -50,7 +50,7 @@ from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.config import CONFIG_NAME
 from megacore.convert.hf.forms import model_config
 from megacore.convert.source import parameter_shapes
-from megacore.errors import ConversionError, MegacoreError
+from megacore.errors import ConversionError, MegacoreError, one_line
 from megacore.hardware import memory_info, memory_limit
 from megacore.models.inputs import ModelInput
 
@@ -268,7 +268,7 @@ class _Comparison:
             theirs = run_theirs(side.path, side.spec, self.probe)
         except (ConversionError, RuntimeError, IndexError) as error:
             facts[f"transformers_{name.lower()}"] = None
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error, 300)
             self.report.findings.append(
                 Finding(
                     "files", "remark", f"transformers does not run {name}: {reason}", differs=False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megacore.artifact.files import access_errors, is_stored_zip
-from megacore.errors import CheckpointError, FileAccessError
+from megacore.errors import CheckpointError, FileAccessError, one_line
 
 _ASKED = re.compile(r"GLOBAL (\S+)")
 _INERT = frozenset(
@@ -169,5 +169,5 @@ def _problem(error: Exception) -> str:
             f"asks for {match[1]}, which no checkpoint of a model needs: nothing of it was run, do "
             "not use it"
         )
-    reason = " ".join(str(cause).split()).partition(". ")[0][:200]
+    reason = one_line(cause).partition(". ")[0][:200]
     return f"cannot be read ({type(cause).__name__}: {reason}): use another checkpoint"

@@ -26,7 +26,7 @@ from megacore.convert.inert import load_inert_mapping
 from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, interleaved_rows
 from megacore.convert.megatron.args import refuse_used, usual_divisor
 from megacore.convert.source import HALF_PRECISION, Foreign, parameter_shapes
-from megacore.errors import CheckpointError, ConfigError, ConversionError
+from megacore.errors import CheckpointError, ConfigError, ConversionError, one_line
 from megacore.foreign.files import read_yaml
 
 _ACTIVATIONS = {"relu": "relu", "swiglu": "swiglu", "geglu": "geglu"}
@@ -208,7 +208,7 @@ def _spec(settings: Mapping[str, Any], layers: _LayerFiles, where: Path) -> Mode
         check_model("gpt", model, 1)
         return ModelSpec(family="gpt", model=model, vocab_size=rows)
     except (ValidationError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise CheckpointError(
             f"the configuration in {where / 'configs'} describes no model: {reason}: use another "
             "checkpoint"

@@ -28,7 +28,7 @@ from megacore.convert.outputs import (
     without_padding,
 )
 from megacore.convert.report import ParityReport, same_to_four_digits, within
-from megacore.errors import ConversionError, listed
+from megacore.errors import ConversionError, listed, one_line
 from megacore.models.inputs import ModelInput
 from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import JsonTokenizer
@@ -139,7 +139,7 @@ def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
         raise
     except Exception as error:  # safetensors and tokenizers raise plain Exception
         raise ConversionError(
-            f"transformers cannot load the export {directory}: {' '.join(str(error).split())[:500]}"
+            f"transformers cannot load the export {directory}: {one_line(error, 500)}"
         ) from error
 
 

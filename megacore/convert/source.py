@@ -11,7 +11,7 @@ from megacore.artifact.workspace import WEIGHTS_PREFIX
 from megacore.checkpoint.load import CheckpointReader
 from megacore.config.spec import ModelSpec
 from megacore.convert.key_map import LazyTensors, Shape
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, one_line
 from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
@@ -89,7 +89,6 @@ def load_weights(
         )
     except RuntimeError as error:
         raise ConversionError(
-            "the checkpoint is of another model than the configuration: "
-            f"{' '.join(str(error).split())[:500]}"
+            f"the checkpoint is of another model than the configuration: {one_line(error, 500)}"
         ) from error
     return model

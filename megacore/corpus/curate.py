@@ -35,7 +35,7 @@ from megacore.corpus.curate_report import Tally, summarize_clusters
 from megacore.corpus.curate_task import run_task
 from megacore.corpus.documents import names_sources, read_sources
 from megacore.corpus.segments import Segment, segments
-from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError
+from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError, one_line
 from megacore.launch.workers import WorkerPool
 
 REPORT_NAME = "report.json"
@@ -95,7 +95,7 @@ def _download_model(backend: str) -> str:
             kind.MODEL_URL, progress=False, namespace="lid", subfolder=kind.MODEL_SUBFOLDER
         )
     except Exception as error:  # that of any file system of fsspec
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise DownloadError(
             "the model of data.curate's step language_id cannot be downloaded from "
             f"{kind.MODEL_URL} ({reason}): download it elsewhere and give its path as model"

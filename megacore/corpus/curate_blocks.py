@@ -45,7 +45,7 @@ from megacore.corpus.curate_job import load_function, url_lists
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.curate_sources import FALLEN
 from megacore.corpus.extract import ExtractText
-from megacore.errors import ConfigError, DataFormatError, WorkspaceError
+from megacore.errors import ConfigError, DataFormatError, WorkspaceError, one_line
 
 logger.disable("datatrove")  # errors are raised, progress is counted in the receipts
 for _module_with_bars in (exact_dedup, minhash):
@@ -96,8 +96,8 @@ def words_of(language: str | None) -> Any:
         return load_word_tokenizer(language)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"data.curate: language {language!r} has no tokenizer here ({_line(error)}): install "
-            "it, name another language, or leave language out"
+            f"data.curate: language {language!r} has no tokenizer here ({one_line(error)}): "
+            "install it, name another language, or leave language out"
         ) from error
 
 
@@ -235,7 +235,7 @@ class _Python(BaseFilter):  # type: ignore[misc]
         except (Exception, SystemExit) as error:
             raise DataFormatError(
                 f"data.curate: {self._name} failed for {document.id} with "
-                f"{type(error).__name__}: {_line(error)}: correct the function"
+                f"{type(error).__name__}: {one_line(error)}: correct the function"
             ) from error
         if isinstance(result, bool | np.bool_):
             return bool(result)
@@ -481,10 +481,6 @@ def _load_model(path: str, mtime_ns: int) -> Any:
         return _FastText(path)
     except ValueError as error:
         raise DataFormatError(
-            f"{path} is no fastText model ({_line(error)}): correct the model of the step "
+            f"{path} is no fastText model ({one_line(error)}): correct the model of the step "
             "language_id in data.curate"
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -21,7 +21,7 @@ from megacore.corpus.extract import PLAIN
 from megacore.corpus.formats import file_format_of, too_large, written_line_bytes
 from megacore.corpus.segments import Segment
 from megacore.corpus.web_pages import read_pages
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, one_line
 
 _BLOCK_BYTES = 1 << 22
 
@@ -185,7 +185,7 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
                 with suppress(TypeError, ValueError):
                     document.text.encode()
                     return f"{json.dumps(values, default=str)}\n".encode()
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise DataFormatError(
                 f"{document.id} cannot be written as JSON ({reason}): repair or remove it, "
                 "or correct the step that changes it"

@@ -49,7 +49,7 @@ from megacore.corpus.curate_report import merged_report
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.segments import Segment, divide, numbered
-from megacore.errors import ConfigError, DataFormatError
+from megacore.errors import ConfigError, DataFormatError, one_line
 
 VERSION = 2
 """Version of the curate stage, increased whenever its output changes."""
@@ -257,7 +257,7 @@ def load_function(name: str) -> Callable[[dict[str, Any]], Any]:
     try:
         function = getattr(_module(place), attribute)
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(
             f"data.curate: {name} cannot be loaded ({type(error).__name__}: {reason}): name "
             "a function of a module that Python finds, or path/to/file.py:name"

@@ -21,7 +21,7 @@ from megacore.corpus.formats import (
     too_large,
     unreadable,
 )
-from megacore.errors import DamagedFileError, DataFormatError
+from megacore.errors import DamagedFileError, DataFormatError, one_line
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 Value = TypeVar("Value")
@@ -263,7 +263,7 @@ def _open(path: str | Path) -> Iterator[Any]:
 
 
 def _damaged(path: str | Path, error: Exception) -> DamagedFileError:
-    reason = " ".join(str(error).split())  # Arrow's messages may have several lines
+    reason = one_line(error)  # Arrow's messages may have several lines
     return DamagedFileError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
 
 

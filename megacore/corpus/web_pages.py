@@ -19,7 +19,7 @@ from megacore.corpus import local_files
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.formats import decompress, open_file, too_large, unreadable
 from megacore.corpus.segments import Segment, page_segments
-from megacore.errors import ConfigError, DamagedFileError
+from megacore.errors import ConfigError, DamagedFileError, one_line
 
 _VERSION = 2
 """Version of what is read of a page, in the keys of the stages that read web pages."""
@@ -202,7 +202,7 @@ def _damage(path: str) -> Iterator[None]:
 
 
 def _no_warc(path: str, error: Exception) -> DamagedFileError:
-    text = "".join(filter(str.isprintable, " ".join(str(error).split())))
+    text = "".join(filter(str.isprintable, one_line(error)))
     reason = text[:80] or type(error).__name__
     return DamagedFileError(
         f"{path} is no WARC file, plain or with each record compressed by itself as .gz "

@@ -33,7 +33,7 @@ from megacore.data.index_options import (
     SentenceOptions,
     WeightStep,
 )
-from megacore.errors import ConfigError, DataFormatError
+from megacore.errors import ConfigError, DataFormatError, one_line
 
 _MAP_DTYPES = ("<i4", "<u4", "<i8")
 FORMAT = 1
@@ -246,7 +246,7 @@ def load_map(path: Path) -> npt.NDArray[Any]:
         if isinstance(error, OSError) and (fault := access_error(error, path)) is not None:
             raise fault from error
         # NumPy parses the header as Python source, so any error may occur.
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise DataFormatError(
             f"{path} is not a readable index map ({reason}): build the index maps again"
         ) from error

@@ -27,7 +27,7 @@ from megacore.doctor.probe import FULL, QUICK, SLOW
 from megacore.doctor.protocol import NOT_BEGUN, HostProbe, Request, lines_of, read_answers
 from megacore.doctor.storage import Proof
 from megacore.doctor.subject import Subject, needs_of
-from megacore.errors import LaunchError
+from megacore.errors import LaunchError, one_line
 
 WHOLE_SECONDS = 58.0
 """Time limit of an examination in seconds."""
@@ -459,7 +459,7 @@ def pairs_of(
         reason = (problems or general or [results[first].problem or "it ended without a message"])[
             0
         ]
-        problem = " ".join(str(reason).split())[:300]
+        problem = one_line(reason, 300)
         measurements.append(PairMeasurement(first, second, backend, problem=problem))
     return tuple(measurements)
 

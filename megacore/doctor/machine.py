@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import megacore
+from megacore.errors import one_line
 from megacore.hardware import (
     SHARED_PACKAGES,
     Hardware,
@@ -201,7 +202,7 @@ def _ask(program: str, query: str, fields: tuple[str, ...]) -> str:
 
 def _output_of(error: Exception) -> str:
     text = getattr(error, "stdout", None) or getattr(error, "stderr", None) or str(error)
-    return " ".join(str(text).split())[:300]
+    return one_line(text, 300)
 
 
 def parse_smi(listed: str, running: str) -> list[dict[str, Any]]:
@@ -295,7 +296,7 @@ def measure_speed() -> dict[str, Any]:
             dtype = torch.bfloat16 if bf16 else torch.float16
             devices.append(_rates(torch.device("cuda", number), dtype, _GPU_SIZE))
         except RuntimeError as error:  # a broken GPU must not hide the others
-            devices.append({"problem": " ".join(str(error).split())[:300]})
+            devices.append({"problem": one_line(error, 300)})
     return {"device": "cuda", "devices": devices, "expected": len(Hardware.detect().gpus)}
 
 

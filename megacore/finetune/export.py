@@ -21,7 +21,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import classification_settings
 from megacore.convert.model_card import example_tokens, render_card
 from megacore.convert.tokenizers import missing_end
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, one_line
 from megacore.finetune.best import read_best
 from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
 from megacore.finetune.pretrained import LOCAL_ONLY, quiet
@@ -254,7 +254,7 @@ def load_exported(directory: Path, kind: str) -> Exported:
             raise fault from error
         raise ConversionError(
             f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{one_line(error, 300)}"
         ) from error
     for key_type in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(key_type):

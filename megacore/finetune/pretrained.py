@@ -25,7 +25,7 @@ from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.fetch import first_sentence
 from megacore.corpus.hub import broken_connections, disk_errors
-from megacore.errors import ArtifactError, ConfigError, DownloadError, FileAccessError
+from megacore.errors import ArtifactError, ConfigError, DownloadError, FileAccessError, one_line
 from megacore.redact import redact
 
 if TYPE_CHECKING:
@@ -194,8 +194,7 @@ def _loaded(path: str, part: str, load: Callable[[], T]) -> T:
         raise
     except Exception as error:  # safetensors and tokenizers raise plain Exception
         raise ConfigError(
-            f"transformers cannot load the {part} of model.path {path}: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"transformers cannot load the {part} of model.path {path}: {one_line(error, 300)}"
         ) from error
 
 
@@ -486,7 +485,7 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
         raise
     except Exception as error:  # a damaged pickle has many ways to fail
         raise ConfigError(
-            f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): "
+            f"model.path {path}: {file.name} is damaged ({one_line(error, 200)}): "
             "get the model again"
         ) from error
     if not isinstance(content, Mapping) or not all(

@@ -24,7 +24,7 @@ from megacore.config.finetune_task import (
     TaskConfig,
     best_metric,
 )
-from megacore.errors import ConfigError, DataFormatError
+from megacore.errors import ConfigError, DataFormatError, one_line
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, SEGMENTS, read_task
 from megacore.finetune.metrics import Answer
@@ -184,7 +184,7 @@ class TransformersTask:
                     raise
                 raise ConfigError(
                     f"transformers cannot load the weights of model.path {self.config.model.path}: "
-                    f"{' '.join(str(error).split())[:300]}"
+                    f"{one_line(error, 300)}"
                 ) from error
         # With a new head transformers draws all mismatched weights again. The body's must match.
         replaced = [entry[0] for entry in info["mismatched_keys"]]

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megacore.artifact.files import MAX_DEPTH, MAX_DIGITS, parse_json, read_bytes
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def parse_yaml(text: str, name: str) -> Any:
         problem = ", ".join(part for part in (error.context, error.problem) if part)[:200]
         raise ConfigError(f"{name} cannot be read as YAML{where}: {problem}: correct it") from error
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+        problem = one_line(error)
         raise ConfigError(f"{name} cannot be read as YAML: {problem}: correct it") from error
 
 

@@ -28,6 +28,7 @@ from megacore.errors import (
     TrainingError,
     TrainingStoppedError,
     WorkspaceError,
+    one_line,
 )
 from megacore.launch.guard import JOB_VARIABLE, REASON_MARK, job_mark
 
@@ -301,5 +302,5 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return text if len(text) <= _LINE else f"{text[:_LINE]}…"

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megacore.artifact.files import read_bytes, replace_file, unreadable, workspace_errors
 from megacore.config.run import RunConfig
-from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
+from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError, one_line
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
@@ -112,7 +112,7 @@ def predict_row(row: Mapping[str, str]) -> dict[str, str]:
         seconds = iteration.predict().seconds
         memory = memory_of(iteration)
     except (MegacoreError, ValueError) as error:
-        return dict.fromkeys(NEW_COLUMNS, "") | {"refused": " ".join(str(error).split())}
+        return dict.fromkeys(NEW_COLUMNS, "") | {"refused": one_line(error)}
     fits = memory <= iteration.machine.memory_gib * GIB
     return {
         "predicted_iter_s": f"{seconds:.6g}",

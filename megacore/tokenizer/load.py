@@ -22,7 +22,7 @@ from megacore.artifact.files import (
     workspace_errors,
     write_json,
 )
-from megacore.errors import DataFormatError, FileAccessError
+from megacore.errors import DataFormatError, FileAccessError, one_line
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -315,8 +315,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         ) from error
     except Exception as error:  # the bindings raise plain Exception
         raise DataFormatError(
-            f"{path} is not a tokenizer.json that `tokenizers` reads: "
-            f"{' '.join(str(error).split())}"
+            f"{path} is not a tokenizer.json that `tokenizers` reads: {one_line(error)}"
         ) from error
     backend.no_padding()
     backend.no_truncation()

@@ -30,6 +30,7 @@ from megacore.errors import (
     FileAccessError,
     MegacoreError,
     WorkspaceError,
+    one_line,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _read_task(path: Path, directory: str, included: set[Path]) -> dict[str, Any
     except yaml.YAMLError as error:
         raise ConfigError(
             f"evaluate.lm_eval.include_path has {path}, which is not YAML "
-            f"({' '.join(str(error).split())}): correct or remove it"
+            f"({one_line(error)}): correct or remove it"
         ) from error
     if not isinstance(task, dict):
         return {}

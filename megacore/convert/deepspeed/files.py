@@ -11,7 +11,7 @@ from typing import Any
 from megacore.artifact.files import reason_of, regular
 from megacore.convert.inert import Record, load_inert_mapping
 from megacore.convert.key_map import NAMED_AT_ONCE
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import CheckpointError, ConversionError, one_line
 
 LATEST = ("latest", "latest_universal")
 """Files in a run's directory that name its newest checkpoint, or its newest universal checkpoint.
@@ -100,7 +100,7 @@ def reading(path: Path) -> Iterator[None]:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise CheckpointError(
             f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another "
             "checkpoint"

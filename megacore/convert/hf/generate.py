@@ -8,7 +8,7 @@ import torch
 
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.tokenizers import missing_end
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, one_line
 from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions
 from megacore.tokenizer.load import IncrementalText
@@ -74,8 +74,7 @@ class TransformersWriter:
                 )
         except ValueError as error:
             raise ConfigError(
-                f"transformers cannot generate with {self._directory}: "
-                f"{' '.join(str(error).split())[:300]}"
+                f"transformers cannot generate with {self._directory}: {one_line(error, 300)}"
             ) from error
 
     def _positions(self) -> int | None:
