@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -17,20 +17,24 @@ from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAcc
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 
-SERIES = (
-    "lm_loss",
-    "loss",
-    "grad_norm",
-    "lr",
-    "global_batch_size",
-    "consumed_samples",
-    "loss_scale",
-    "skipped_iterations",
-    "nan_iterations",
-)
+
+class Step(NamedTuple):
+    """Values of a step event that a record keeps; a million whole events would take gigabytes."""
+
+    lm_loss: Any = None
+    loss: Any = None
+    grad_norm: Any = None
+    lr: Any = None
+    global_batch_size: Any = None
+    consumed_samples: Any = None
+    loss_scale: Any = None
+    skipped_iterations: Any = None
+    nan_iterations: Any = None
+    interval_iterations: Any = None
+
+
+SERIES = Step._fields[:-1]
 """Values of a step that are compared."""
-_KEPT = (*SERIES, "interval_iterations")
-"""Values of a step that a record keeps; a million whole events would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class RunRecord:
     config: RunConfig | None
     """Configuration of the last attempt; None if this version of megacore cannot read it."""
     attempts: list[Attempt] = field(default_factory=list)
-    steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
     """Values of the step event by iteration; if an iteration was repeated, of the later one."""
     evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Validation or perplexity event by iteration."""
@@ -130,9 +134,7 @@ def _add(record: RunRecord, event: Mapping[str, Any]) -> None:
         case "start":
             record.attempts.append(Attempt(int(event.get("iteration") or 0), event))
         case "step":
-            record.steps[int(event["iteration"])] = {
-                name: event[name] for name in _KEPT if name in event
-            }
+            record.steps[int(event["iteration"])] = Step(*map(event.get, Step._fields))
         case "evaluation" | "perplexity":
             known = record.evaluations.get(int(event["iteration"]), {})
             record.evaluations[int(event["iteration"])] = {**known, **event}

@@ -240,9 +240,14 @@ def _start(a: RunRecord, b: RunRecord) -> Iterator[Finding]:
             )
 
 
+def _common_steps(a: RunRecord, b: RunRecord) -> list[int]:
+    """Return the iterations of which both runs have a step, ascending."""
+    return [step for step in sorted(a.steps) if step in b.steps]
+
+
 def _first_difference(a: RunRecord, b: RunRecord, name: str) -> _First | None:
     """Return the first common step at which a value differs; None if it never does."""
-    for step in sorted(a.steps.keys() & b.steps.keys()):
+    for step in _common_steps(a, b):
         ours, theirs = _values_at(a, b, step, name)
         difference = _First(step, ours, theirs)
         is_rounding = name in _AVERAGED and difference.relative <= _SUMMATION
@@ -258,7 +263,7 @@ def _values_at(a: RunRecord, b: RunRecord, step: int, name: str) -> tuple[Any, A
     an interval of both runs; both are None if there is none, or if the event of an interval in
     between is missing.
     """
-    ours, theirs = a.steps[step].get(name), b.steps[step].get(name)
+    ours, theirs = getattr(a.steps[step], name), getattr(b.steps[step], name)
     if name not in _AVERAGED + _COUNTED:
         return ours, theirs
     intervals = _since_common(a, b, step)
@@ -304,7 +309,7 @@ def _ends(record: RunRecord, step: int) -> Iterator[tuple[int, int]]:
 
 def _iterations(record: RunRecord, end: int) -> int:
     """Return the number of iterations of the log interval that ends with a logged step."""
-    recorded = record.steps[end].get("interval_iterations")
+    recorded = record.steps[end].interval_iterations
     if isinstance(recorded, int) and recorded > 0:
         return recorded
     # Records of earlier versions do not have it; their log_interval may have changed in a resume.
@@ -319,10 +324,11 @@ def _over(record: RunRecord, intervals: list[tuple[int, int]], name: str) -> flo
     """
     total, weight = 0.0, 0
     for begin, end in intervals:
-        event = record.steps.get(end, {})
-        value = event.get(name)
-        applied = end - begin - int(event.get("skipped_iterations") or 0)
-        if event and not applied and name in _AVERAGED:
+        step = record.steps.get(end)
+        if step is None:
+            return None
+        value, applied = getattr(step, name), end - begin - int(step.skipped_iterations or 0)
+        if not applied and name in _AVERAGED:
             continue  # without applied iterations there is no mean
         if value is None:
             return None
@@ -400,7 +406,7 @@ def _conclude(
     """Find the first different result, and mark the candidates that can be its reason."""
     results = [(name, series[name]) for name in _RESULTS]
     differing = [(name, first) for name, first in results if first is not None]
-    common = len(a.steps.keys() & b.steps.keys())
+    common = len(_common_steps(a, b))
     report.facts["common_steps"] = common
     report.facts["first_differences"] = {
         name: None if first is None else first._asdict() for name, first in series.items()
@@ -424,7 +430,8 @@ def _conclude(
     report.findings = [
         replace(each, explains="all") if each in reasons else each for each in report.findings
     ]
-    cause = reasons[0].cause if reasons else _without_reason(first, a)
+    without_reason = "nondeterminism" if _is_small(first, a) else UNEXPLAINED
+    cause = reasons[0].cause if reasons else without_reason
     because = (
         f"; because of {listed(report.facts['reasons']).replace('_', ' ')}"
         if reasons
@@ -475,8 +482,7 @@ def _reasons(
     series: Mapping[str, _First | None],
 ) -> list[Finding]:
     """Return the findings that can explain the first different result, the strongest kind only."""
-    logged = sorted(a.steps.keys() & b.steps.keys())
-    before = max((step for step in logged if step < first.step), default=0)
+    before = max((step for step in _common_steps(a, b) if step < first.step), default=0)
     active = [
         each
         for each in findings
@@ -490,8 +496,7 @@ def _reasons(
         and (first.step - before > 1 or _since(each, series) + 1 < first.step)
     ]
     rounding = [each for each in active if each.cause in ROUNDING]
-    limit = _ROUNDING_ERROR.get(_precision(a), 1e-4)
-    small = first.relative <= limit
+    small = _is_small(first, a)
     for chosen in (_from_the_start(at_once, before, small), updates):
         if chosen:
             return chosen
@@ -515,20 +520,17 @@ def _from_the_start(at_once: list[Finding], before: int, small: bool) -> list[Fi
     return late or ([] if before and small else at_once)
 
 
-def _precision(record: RunRecord) -> str:
+def _is_small(first: _First, record: RunRecord) -> bool:
+    """Return True if rounding in the precision of a run can make the difference."""
     precision = record.attempts[0].values.get("precision") if record.attempts else None
-    return str(precision or record.values.get("train", {}).get("precision"))
-
-
-def _without_reason(first: _First, a: RunRecord) -> str:
-    small = first.relative <= _ROUNDING_ERROR.get(_precision(a), 1e-4)
-    return "nondeterminism" if small else UNEXPLAINED
+    precision = precision or record.values.get("train", {}).get("precision")
+    return first.relative <= _ROUNDING_ERROR.get(str(precision), 1e-4)
 
 
 def _without_reason_text(cause: str, first: _First, a: RunRecord, b: RunRecord, name: str) -> str:
     if cause == UNEXPLAINED:
         return "; nothing that is recorded explains it"
-    last = max(a.steps.keys() & b.steps.keys())
+    last = _common_steps(a, b)[-1]
     ours, theirs = _values_at(a, b, last, name)
     grown = _First(last, ours, theirs).relative
     return (
@@ -593,7 +595,7 @@ def _same_files(a: RunRecord, b: RunRecord) -> bool:
 
 def _consumed(record: RunRecord) -> int:
     last = record.steps.get(record.last_iteration)
-    return 0 if last is None else int(last.get("consumed_samples") or 0)
+    return 0 if last is None else int(last.consumed_samples or 0)
 
 
 def _open(record: RunRecord) -> Dataset:

@@ -9,7 +9,7 @@ import pytest
 
 from megacore.compare import compare_paths, runs
 from megacore.compare.report import Finding, Report
-from megacore.compare.run_record import RunRecord
+from megacore.compare.run_record import RunRecord, Step
 from megacore.compare.runs import _first_difference, _iterations, compare_runs
 from megacore.errors import ConfigError, DataFormatError
 from tests.compare._runs import PLANTED, Planted, Written, since, write
@@ -67,9 +67,8 @@ def logged(name: str, interval: int, losses: list[float]) -> RunRecord:
     for end in range(interval, len(losses) + 1, interval):
         applied = [loss for loss in losses[end - interval : end] if not math.isnan(loss)]
         skipped = interval - len(applied)
-        steps[end] = {name: sum(applied) / len(applied) if applied else None} | (
-            {"skipped_iterations": skipped} if name == "lm_loss" else {}
-        )
+        values = {name: sum(applied) / len(applied) if applied else None}
+        steps[end] = Step(**values, skipped_iterations=skipped if name == "lm_loss" else None)
     config = {"train": {"log_interval": interval}}
     return RunRecord(Path("run"), {"config": config}, None, steps=steps)
 
@@ -93,16 +92,16 @@ def test_log_intervals_that_a_resume_changed_are_compared_over_their_own_iterati
     # Stopped after iteration 3 with an interval of 2, and resumed with an interval of 5.
     ends = {2: 2, 5: 3, 8: 3}
     steps = {
-        end: {
-            "lm_loss": sum(losses[end - count : end]) / count,
-            "skipped_iterations": 0,
-            "interval_iterations": count,
-        }
+        end: Step(
+            lm_loss=sum(losses[end - count : end]) / count,
+            skipped_iterations=0,
+            interval_iterations=count,
+        )
         for end, count in ends.items()
     }
     changed = RunRecord(Path("run"), {"config": {"train": {"log_interval": 5}}}, None, steps=steps)
     assert _first_difference(changed, whole, "lm_loss") is None
-    steps[5] = steps[5] | {"lm_loss": 2.5}
+    steps[5] = steps[5]._replace(lm_loss=2.5)
     first = _first_difference(changed, whole, "lm_loss")
     assert first is not None
     assert (first.step, first.a, first.b) == (8, pytest.approx(17.25 / 8), pytest.approx(15.75 / 8))
@@ -110,7 +109,7 @@ def test_log_intervals_that_a_resume_changed_are_compared_over_their_own_iterati
 
 def test_log_intervals_without_a_common_begin_are_not_compared() -> None:
     record, other = (logged("lm_loss", 8, [3.0] * 7 + [last]) for last in (3.0, 2.0))
-    other.steps[8] = {**other.steps[8], "interval_iterations": 5}
+    other.steps[8] = other.steps[8]._replace(interval_iterations=5)
     assert _first_difference(record, other, "lm_loss") is None
 
 
