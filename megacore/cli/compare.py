@@ -109,7 +109,6 @@ _EFFECTS = {
     "nothing": "no effect on the probe",
     "not tested": "",
 }
-_ORDER = {"all": 0, "part": 1, "not tested": 2, "nothing": 3}
 
 
 def _show(report: "Report") -> None:
@@ -134,9 +133,8 @@ def _side(side: dict[str, Any]) -> str:
 
 
 def _differences(console: "Console", report: "Report") -> None:
-    findings = sorted(report.differences, key=lambda finding: _ORDER[finding.explains])
     if not sys.stdout.isatty():
-        for finding in findings:
+        for finding in report.differences:
             effect = _EFFECTS[finding.explains]
             more = f" [{effect}]" if effect else ""
             console.print(f"{finding.subject}: {_cause(finding)}: {finding.sentence}{more}")
@@ -146,7 +144,7 @@ def _differences(console: "Console", report: "Report") -> None:
     table = Table()
     for column in ("of", "cause", "difference", "correction"):
         table.add_column(column, overflow="fold")
-    for finding in findings:
+    for finding in report.differences:
         table.add_row(
             finding.subject, _cause(finding), finding.sentence, _EFFECTS[finding.explains]
         )

@@ -7,7 +7,7 @@ from megacore.compare.report import Finding
 from megacore.config.model import GATED, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 
-RESOLVED = {
+_RESOLVED = {
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn_size",
@@ -74,7 +74,7 @@ _BY_PART = {
 
 def effective(model: ModelConfig, field: str) -> Any:
     """Return a field's value with its default filled in."""
-    return getattr(model, RESOLVED.get(field, field))
+    return getattr(model, _RESOLVED.get(field, field))
 
 
 def differing_fields(a: ModelSpec, b: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
@@ -116,11 +116,7 @@ def _by_part(name: str) -> str:
 
 def with_fields(spec: ModelSpec, other: ModelSpec, fields: tuple[str, ...]) -> ModelSpec:
     """Return `spec` with the values that these fields have in `other`."""
-    values = {
-        field: effective(other.model, field) if field in RESOLVED else getattr(other.model, field)
-        for field in fields
-        if field != "vocab_size"
-    }
+    values = {field: effective(other.model, field) for field in fields if field != "vocab_size"}
     vocabulary = {"vocab_size": other.vocab_size} if "vocab_size" in fields else {}
     model = spec.model.model_copy(update=values)
     return spec.model_copy(update={"model": model, **vocabulary})
@@ -144,7 +140,7 @@ def special_token_findings(a: ModelSpec, b: ModelSpec) -> list[Finding]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML writes it, shortened."""
+    """Return a value of a model or run for a sentence, shortened."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -248,7 +244,5 @@ _FIELDS = {
 
 def cause_of_field(name: str) -> str:
     """Return the cause that a value of the configuration stands for, or "configuration"."""
-    matches = [
-        prefix for prefix in _FIELDS if name == prefix or name.startswith((f"{prefix}.", prefix))
-    ]
+    matches = [prefix for prefix in _FIELDS if name.startswith(prefix)]
     return _FIELDS[max(matches, key=len)] if matches else "configuration"

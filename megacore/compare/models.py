@@ -6,7 +6,7 @@ the correction removes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -210,18 +210,19 @@ class _Comparison:
     def _test(self, differences: list[Difference]) -> list[Difference]:
         """Compare the logits, and test every difference by its correction."""
         tester = _Tester(self)
-        base = tester.base
+        base, tolerance = tester.base, self.options.tolerance
+        agree = base.within(tolerance)
         facts = {
             "max_abs_difference": base.logits,
             "largest_logit": base.scale,
             "same_choice": base.same_choice,
             "first_differing_layer": base.first_layer,
             "layers": dict(base.layers),
-            "tolerance": self.options.tolerance,
+            "tolerance": tolerance,
         }
         self.report.facts["logits"] = facts
-        self.report.facts["compared"].append(f"logits within {self.options.tolerance:g}")
-        if not base.within(self.options.tolerance):
+        self.report.facts["compared"].append(f"logits within {tolerance:g}")
+        if not agree:
             differences = tester.tested(differences)
             facts["max_abs_difference_corrected"] = tester.corrected.logits
             text = f"largest difference {base.logits:.3g}: {first_layer_text(base)}"
@@ -229,7 +230,7 @@ class _Comparison:
                 each.finding.cause for each in differences if each.finding.explains in _EFFECTIVE
             ]
             cause = named[0] if named else UNEXPLAINED
-            if not tester.corrected.within(self.options.tolerance):
+            if not tester.corrected.within(tolerance):
                 cause = UNEXPLAINED
                 text += (
                     f"; with all named differences corrected, {tester.corrected.logits:.3g} remain"
@@ -237,10 +238,8 @@ class _Comparison:
             self.report.findings.append(logits_finding(cause, base, text))
         else:
             differences = [each.tested("nothing") for each in differences]
-        if (base if base.within(self.options.tolerance) else tester.corrected).within(
-            self.options.tolerance
-        ):
-            effect: Explains = "all" if base.within(self.options.tolerance) else "part"
+        if agree or tester.corrected.within(tolerance):
+            effect: Explains = "all" if agree else "part"
             self.repaired = [each.tested(effect) for each in self.repaired]
             wrong = {field for fields in self.contradicted.values() for field in fields}
             differences = [
@@ -249,20 +248,14 @@ class _Comparison:
                 else each
                 for each in differences
             ]
-        self._check_transformers(tester)
+        self._check_transformers(self.a, "A", tester.outputs_of_a)
+        self._check_transformers(self.b, "B", tester.outputs_of_b)
         return differences
 
-    def _check_transformers(self, tester: "_Tester") -> None:
+    def _check_transformers(self, side: Side, name: str, ours: Outputs) -> None:
         """Compare transformers' logits of a directory with ours of the same files."""
-        for side, name, run in (
-            (self.a, "A", lambda: tester.outputs_of_a),
-            (self.b, "B", lambda: tester.outputs_of_b),
-        ):
-            if side.form != "hf" or name in self.contradicted:
-                continue
-            self._check_directory(side, name, run)
-
-    def _check_directory(self, side: Side, name: str, ours: Callable[[], Outputs]) -> None:
+        if side.form != "hf" or name in self.contradicted:
+            return
         facts = self.report.facts["logits"]
         try:
             theirs = run_theirs(side.path, side.spec, self.probe)
@@ -275,7 +268,7 @@ class _Comparison:
                 )
             )
             return
-        difference = distance(ours(), theirs, self.options.tolerance)
+        difference = distance(ours, theirs, self.options.tolerance)
         if math.isnan(difference.logits):  # of the weights, which is a finding already
             return
         facts[f"transformers_{name.lower()}"] = difference.logits
@@ -286,7 +279,7 @@ class _Comparison:
         if keys:
             cause, key = keys[0].cause, keys[0].where[0]
         else:
-            cause, key = self._suspect(side, ours())
+            cause, key = self._suspect(side, ours)
         because = f" because of {key}" if key else ""
         text = (
             f"transformers computes other logits from the files of {name} than megacore does "
@@ -338,19 +331,17 @@ class _Comparison:
         common = min(self.a.spec.vocab_size, self.b.spec.vocab_size)
         shorter = min((self.a.spec, self.b.spec), key=lambda spec: spec.max_position_embeddings)
         options = self.options
+        tokens: Sequence[Sequence[int]] | None = options.tokens
+        if options.texts:
+            tokens = encode(self.a.tokenizer or self.b.tokenizer, options.texts)
         return make_probe(
             shorter,
             common,
             length=options.length,
             samples=options.samples,
             seed=options.seed,
-            tokens=self._tokens(),
+            tokens=tokens,
         )
-
-    def _tokens(self) -> Sequence[Sequence[int]] | None:
-        if not self.options.texts:
-            return self.options.tokens
-        return encode(self.a.tokenizer or self.b.tokenizer, self.options.texts)
 
 
 class _Tester:

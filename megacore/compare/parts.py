@@ -101,15 +101,14 @@ def name_order(part: str, rows: Tensor, model: ModelConfig, *, columns: bool) ->
         count = model.query_groups if local in ("key", "value") else heads
         if len(rows) % head == 0:
             count = len(rows) // head
-        known = _head_orders(count, head, model)
-        for (cause, text), order in known:
+        for named, order in _head_orders(count, head, model):
             if torch.equal(order, rows):
-                return Named(cause, text)
+                return named
         return Named("head_order", f"{unit} {describe_permutation(rows)}")
     if local in ("q_layernorm", "k_layernorm"):
-        for (cause, text), order in _head_orders(1, head, model):
+        for named, order in _head_orders(1, head, model):
             if torch.equal(order, rows):
-                return Named(cause, text)
+                return named
     shift = describe_permutation(rows)
     if "position" in local and not columns:
         return Named("position_offset", f"{unit} {shift}")
@@ -123,28 +122,23 @@ def _local(part: str) -> str:
     return part.rpartition(".")[0].rpartition(".")[2] or part
 
 
-def _head_orders(
-    heads: int, head: int, model: ModelConfig
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def _head_orders(heads: int, head: int, model: ModelConfig) -> Iterator[tuple[Named, Tensor]]:
     """Yield the known permutations of rows [heads][head], with cause and description."""
     ids = torch.arange(heads * head).reshape(heads, head)
     widths = {model.rotary_dim, head} if model.position_embedding_type == "rope" else {head}
     for width in sorted(widths):
         for text, inner in rope_orders(head, width):
-            yield ("rope_layout", text), ids[:, inner].reshape(-1)
-    yield (
-        ("head_interleaving", "rows [head][d] are read as [d][head]"),
-        (ids.reshape(-1).reshape(head, heads).t().reshape(-1)),
-    )
-    yield ("head_interleaving", "rows [d][head] are read as [head][d]"), ids.t().reshape(-1)
+            yield Named("rope_layout", text), ids[:, inner].reshape(-1)
+    inverse = ids.reshape(head, heads).t().reshape(-1)
+    yield Named("head_interleaving", "rows [head][d] are read as [d][head]"), inverse
+    yield Named("head_interleaving", "rows [d][head] are read as [head][d]"), ids.t().reshape(-1)
     groups = model.query_groups
     if 1 < groups < heads and heads % groups == 0:
         share = heads // groups
         for count, layout in ((groups, "[group][query head]"), (share, "[query head][group]")):
             mixed = ids.reshape(count, heads // count, head).transpose(0, 1).reshape(-1)
-            yield ("query_groups_order", f"heads {layout} are read in the other order"), mixed
-    for text, order in (("in reverse order", torch.arange(heads - 1, -1, -1)),):
-        yield ("head_order", f"heads {text}"), ids[order].reshape(-1)
+            yield Named("query_groups_order", f"heads {layout} are read in the other order"), mixed
+    yield Named("head_order", "heads in reverse order"), ids.flip(0).reshape(-1)
 
 
 def rope_orders(head: int, width: int) -> list[tuple[str, Tensor]]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megacore.artifact.files import standard_json
 from megacore.errors import listed
 
 Subject = Literal["architecture", "weights", "logits", "tokenizer", "files", "run"]
-Explains = Literal["all", "part", "nothing", "not tested"]
+Explains = Literal["all", "part", "not tested", "nothing"]
+_EFFECTS = get_args(Explains)
 UNEXPLAINED = "unexplained"
 """Cause of a finding whose reason is unknown."""
 
@@ -58,18 +59,20 @@ class Report:
     @property
     def equal(self) -> bool:
         """True if no finding is a difference."""
-        return not any(finding.differs for finding in self.findings)
+        return not self._differing
 
     @property
     def causes(self) -> list[str]:
-        """Names of the causes of all differences, the effective ones first, each once."""
-        order = {"all": 0, "part": 1, "not tested": 2, "nothing": 3}
-        ordered = sorted(self.differences, key=lambda finding: order[finding.explains])
-        return list(dict.fromkeys(finding.cause for finding in ordered))
+        """Names of the causes of all differences, each once."""
+        return list(dict.fromkeys(finding.cause for finding in self.differences))
 
     @property
     def differences(self) -> list[Finding]:
-        """Findings that are differences."""
+        """Findings that are differences, the effective ones first."""
+        return sorted(self._differing, key=lambda finding: _EFFECTS.index(finding.explains))
+
+    @property
+    def _differing(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.differs]
 
     @property
@@ -81,8 +84,8 @@ class Report:
         """Return the result in one sentence."""
         if self.equal:
             return f"A and B are equal: {self._scope()}."
-        effective = [each for each in self.differences if each.explains in ("all", "part")]
-        chosen = effective or self.differences
+        effective = [each for each in self._differing if each.explains in ("all", "part")]
+        chosen = effective or self._differing
         named = list(dict.fromkeys(each.cause.replace("_", " ") for each in chosen))
         return f"A and B differ: {listed(named)}."
 

@@ -5,7 +5,6 @@ read leniently: a missing tensor is zero, a transposed one is turned, rows of an
 cut off or zero. Each of these is a finding.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -231,7 +230,7 @@ def fitted(tensor: Tensor, shape: Shape) -> Tensor:
     """Return a tensor in `shape`: turned, cut or padded with zeros if necessary."""
     if tuple(tensor.shape) == shape:
         return tensor
-    if len(shape) == 2 and tuple(tensor.t().shape if tensor.dim() == 2 else ()) == shape:
+    if tensor.dim() == 2 and tuple(tensor.t().shape) == shape:
         return tensor.t().contiguous()
     result = torch.zeros(shape)
     if tensor.dim() == len(shape):
@@ -427,8 +426,7 @@ def cause_of_key(key: str, value: Any = None) -> str:
         kind = value.get("rope_type", value.get("type", "default"))
         if kind == "default":
             return "rope_base"
-    named = (cause for part, cause in _CAUSE_OF_KEY.items() if part in key)
-    return next(itertools.chain(named, ("configuration",)))
+    return next((cause for part, cause in _CAUSE_OF_KEY.items() if part in key), "configuration")
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

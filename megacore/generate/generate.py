@@ -79,20 +79,17 @@ def generate(
     results: list[Continuation] = []
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))
-        batch_prompts, max_tokens = (
-            [prompts[number] for number in numbers],
-            max(limits[number] for number in numbers),
-        )
+        batch_prompts = [prompts[number] for number in numbers]
+        batch_limits = [limits[number] for number in numbers]
         batch: Batch = (
-            EncodedBatch(model, batch_prompts, start, max_tokens, use_cache)
+            EncodedBatch(model, batch_prompts, start, max(batch_limits), use_cache)
             if isinstance(model, T5Model)
-            else CausalBatch(model, batch_prompts, max_tokens, use_cache)
+            else CausalBatch(model, batch_prompts, max(batch_limits), use_cache)
         )
-        chooser = Chooser(options, numbers)
         results += _continue(
             batch,
-            chooser,
-            [limits[number] for number in numbers],
+            Chooser(options, numbers),
+            batch_limits,
             vocab_size,
             ends,
             model.tp,

@@ -104,11 +104,7 @@ def find_prefixes(
     there are none; the message suggests `accepted`.
     """
     if Path(path).is_dir():
-        place = Path(path)
-        if not any(
-            each.exists()
-            for each in (place / MEMBERS_NAME, *(idx_path(place / name) for name in TOKENS_NAMES))
-        ):
+        if not has_token_files(Path(path)):
             raise DataFormatError(
                 f"{path} holds no token files of the tokenize stage: give {accepted}"
             )
@@ -116,6 +112,13 @@ def find_prefixes(
     name = prefix_of(path)
     require_pair(name, accepted, path)
     return (name,)
+
+
+def has_token_files(directory: Path) -> bool:
+    """Return True for a directory of the tokenize stage."""
+    return (directory / MEMBERS_NAME).exists() or any(
+        idx_path(directory / name).exists() for name in TOKENS_NAMES
+    )
 
 
 def require_pair(prefix: str, accepted: str, path: str | Path | None = None) -> None:
@@ -174,10 +177,8 @@ def id_range(dataset: IndexedDataset) -> tuple[int, int] | tuple[None, None]:
     Reads the file instead of a memory map, whose pages would count as memory of the process. Raises
     DataFormatError.
     """
-    path, ids = (
-        bin_path(dataset.prefix),
-        np.empty(_BLOCK_BYTES // dataset.dtype.itemsize, dataset.dtype),
-    )
+    path = bin_path(dataset.prefix)
+    ids = np.empty(_BLOCK_BYTES // dataset.dtype.itemsize, dataset.dtype)
     smallest: int | None = None
     largest = 0
     try:

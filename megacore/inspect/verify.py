@@ -42,15 +42,9 @@ from megacore.inspect.index import (
     outside,
 )
 from megacore.inspect.provenance import find_origins
-from megacore.inspect.tokens import count_empty, find_prefixes
+from megacore.inspect.tokens import count_empty, find_prefixes, has_token_files
 from megacore.observe.logging import counted
-from megacore.token_files.indexed_dataset import (
-    MEMBERS_NAME,
-    TOKENS_NAMES,
-    IndexedDataset,
-    bin_path,
-    idx_path,
-)
+from megacore.token_files.indexed_dataset import TOKENS_NAMES, IndexedDataset, bin_path, idx_path
 
 _HASH_THREADS = 4
 """Number of files of an artifact hashed at a time; each keeps a core busy."""
@@ -143,9 +137,7 @@ def verify(path: str | Path) -> Iterator[Check]:
     elif is_index_directory(place):
         yield from verify_index(place)
         yield from verify_manifest(place)
-    elif (place / MEMBERS_NAME).exists() or any(
-        idx_path(place / name).exists() for name in TOKENS_NAMES
-    ):
+    elif has_token_files(place):
         prefixes = find_prefixes(place)
         for prefix in prefixes:
             yield from verify_tokens(prefix)
@@ -478,9 +470,8 @@ def _examine_checkpoint(
     directory: Path, root: Path, listed: Mapping[str, FileEntry], on_read: OnRead | None
 ) -> Iterator[Result]:
     """Check a checkpoint like `_compare_checkpoint`, or yield that it is not readable."""
-    yield from _or_unreadable(
-        directory, root, _compare_checkpoint(directory, root, listed, on_read)
-    )
+    results = _compare_checkpoint(directory, root, listed, on_read)
+    return _or_unreadable(directory, root, results)
 
 
 def _compare_checkpoint(

@@ -106,7 +106,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
             an artifact is being built.
     """
     _refuse_during_builds(workspace)
-    limit = time.time() - max(days * 86400, _SETTLED)
+    limit = _oldest(days)
     manifests = {
         path: manifest
         for name in dict.fromkeys(FOLDERS.values())
@@ -138,12 +138,17 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
     ]
 
 
+def _oldest(days: float) -> float:
+    """Return the Unix time before which a file was not used for `days` days, at least one hour."""
+    return time.time() - max(days * 86400, _SETTLED)
+
+
 def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
     """Return the downloaded files that were neither fetched nor resumed for `days` days.
 
     Artifacts hold hard links to these files, so deleting a download damages no artifact.
     """
-    limit = time.time() - max(days * 86400, _SETTLED)
+    limit = _oldest(days)
     removables = _old_caches(workspace, days)
     for place in _members(workspace, workspace.folder("collect") / DOWNLOADS):
         files = list(place.iterdir()) if place.is_dir() else []
@@ -162,7 +167,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
 
 def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
     """Return the cached models and data sets of fine-tunings, untouched for `days` days."""
-    limit = time.time() - max(days * 86400, _SETTLED)
+    limit = _oldest(days)
     removables = []
     for stage, pattern in _CACHES.items():
         for place in sorted((workspace.folder(stage) / DOWNLOADS).glob(pattern)):

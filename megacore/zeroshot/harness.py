@@ -439,7 +439,7 @@ def _typed_errors(tasks: Sequence[str], action: str = "score") -> Iterator[None]
     except (MegacoreError, MemoryError):
         raise
     except Exception as error:
-        if _out_of_memory(error):
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
             raise
         if (fault := _disk_fault(error)) is not None:
             raise fault from error
@@ -482,10 +482,6 @@ def _cache() -> Path:
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     names = ("HF_DATASETS_CACHE", "HF_HOME")
     return Path(next(filter(None, map(os.environ.get, names)), default)).expanduser()
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return type(error).__name__ == "OutOfMemoryError"
 
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, float]:

@@ -175,12 +175,16 @@ def wikitext_items(path: Path) -> tuple[str, ...]:
 
 def lambada_items(path: Path) -> tuple[str, ...]:
     """Return LAMBADA's passages, each with its last word. Raises DataFormatError."""
-    pairs = (
+    return tuple(" ".join(pair) for pair in _divided_passages(path))
+
+
+def _divided_passages(path: Path) -> list[tuple[str, str]]:
+    """Return the text before the last word, and the last word, of each passage."""
+    return [
         _divided(line, f"{path}:{number}")
         for number, line in enumerate(read_text(path).split("\n"), 1)
         if line.strip()
-    )
-    return tuple(" ".join(pair) for pair in pairs)
+    ]
 
 
 @dataclass(frozen=True)
@@ -201,11 +205,7 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
         DataFormatError: if the file cannot be read, has no passage or a damaged line, or if the
             tokenizer has no token for the last word of any passage.
     """
-    pairs = [
-        _divided(line, f"{path}:{number}")
-        for number, line in enumerate(read_text(path).split("\n"), 1)
-        if line.strip()
-    ]
+    pairs = _divided_passages(path)
     if not pairs:
         raise DataFormatError(
             f"{path} holds no passage: give one JSON object with the key text per line"
