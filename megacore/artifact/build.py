@@ -17,7 +17,13 @@ from typing import Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict
 
-from megacore.artifact.files import canonical_json, sync_directory, sync_tree, workspace_errors
+from megacore.artifact.files import (
+    canonical_json,
+    sync_directory,
+    sync_tree,
+    temporary_of,
+    workspace_errors,
+)
 from megacore.artifact.manifest import Manifest, list_files, verified_record
 from megacore.errors import ArtifactError, MemoryExhaustedError, WorkspaceError
 
@@ -130,7 +136,7 @@ def build_artifact(
                     remove_tree(target)
             for stale in folder.glob(f"{key.key}.tmp-*"):
                 shutil.rmtree(stale)
-            temporary = folder / f"{key.key}.tmp-{os.getpid()}"
+            temporary = temporary_of(target)
             temporary.mkdir()
             try:
                 started = time.monotonic()
@@ -194,7 +200,7 @@ def remove_tree(directory: Path) -> None:
 def rename_doomed(directory: Path) -> Path:
     """Rename a directory that is about to be deleted to a temporary's name, and return that."""
     verified_record(directory).unlink(missing_ok=True)
-    doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
+    doomed = Path(f"{temporary_of(directory)}-deleted")
     os.rename(directory, doomed)
     return doomed
 

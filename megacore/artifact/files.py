@@ -95,6 +95,11 @@ _WITHOUT_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 _FREE_SPACE = "free some space (in a workspace, `megacore clean` removes stale temporaries)"
 
 
+def temporary_of(path: Path) -> Path:
+    """Return the name under which this process writes `path` until it is complete."""
+    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+
+
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace the content of `path` atomically: a reader sees the old content or the new.
 
@@ -107,7 +112,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
     Raises:
         OSError: the file cannot be written; the old content is untouched.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_of(path)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(os.open(temporary, flags, mode), "wb") as file:
@@ -498,7 +503,7 @@ def staged(output: Path) -> Iterator[Path]:
     check_output(output)
     # A rename would not follow a link.
     target = Path(os.path.realpath(output)) if output.is_symlink() else output.absolute()
-    staging = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    staging = temporary_of(target)
     missing_parents = [path for path in target.parents if not path.exists()]
     with workspace_errors(target, "give another --output"):
         try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megacore.errors import AdoptionError, ConfigError
 from megacore.observe.logging import counted
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def adopt(
     """
     from megacore.adopt.adopt import adopt as translate
     from megacore.adopt.read import PROGRAMS
-    from megacore.cli.init import check_new, write_new
-    from megacore.errors import AdoptionError, ConfigError
+    from megacore.cli.init import check_new, next_commands, write_new
 
     if program is not None and program not in PROGRAMS:
         raise ConfigError(f"--program is {program}: give one of {', '.join(PROGRAMS)}")
@@ -81,16 +81,12 @@ def adopt(
     if run:
         _run(target, result.draft)
     else:
-        from megacore.cli.init import next_commands
-
         sys.stdout.write(next_commands(target))
     if refused:
         raise AdoptionError(f"{features} and not in {target}")
 
 
 def _given(pairs: list[str]) -> dict[str, str]:
-    from megacore.errors import ConfigError
-
     values = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
@@ -108,8 +104,6 @@ def _default(name: str) -> Path:
 
 
 def _check_missing(draft: "Draft", shown: str) -> None:
-    from megacore.errors import ConfigError
-
     if not draft.missing:
         return
     lines = "; ".join(f"{setting} for {name}" for setting, name in draft.missing[:_SHOWN])
@@ -149,7 +143,6 @@ def _run(target: Path, draft: "Draft") -> None:
     import subprocess
 
     from megacore.cli.init import clone_directory
-    from megacore.errors import ConfigError
 
     if draft.questions:
         names = ", ".join(name for name, _ in draft.questions)

@@ -88,11 +88,12 @@ def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
     Raises ConversionError.
     """
     from megacore.convert.model_source import transformers_directory
+    from megacore.ranks.rank import OFFLINE
 
     directory = transformers_directory(path)
     if directory is None:
         return None
-    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
+    os.environ.update(OFFLINE)
     from megacore.convert.hf.generate import TransformersWriter, generates_text
 
     return TransformersWriter(directory, options) if generates_text(directory) else None

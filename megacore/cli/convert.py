@@ -10,11 +10,6 @@ from megacore.cli._options import refuse_sealed
 from megacore.cli._terminal import write_line
 from megacore.errors import ConfigError
 
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -71,7 +66,9 @@ def import_(
             "give one of --from-hf, --from-megatron, --from-deepspeed, --from-neox and "
             "--from-nanotron: the directory of the model"
         )
-    os.environ.update(_OFFLINE)
+    from megacore.ranks.rank import OFFLINE
+
+    os.environ.update(OFFLINE)
     from megacore.artifact.files import check_output
     from megacore.convert.imported import OPENERS, import_model
 
@@ -126,7 +123,9 @@ def export(
     The result is not compared with the checkpoint; the flow `export` compares and publishes.
     """
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
-    os.environ.update(_OFFLINE)
+    from megacore.ranks.rank import OFFLINE
+
+    os.environ.update(OFFLINE)
     from megacore.artifact.files import check_output
     from megacore.convert.ungated_export import export_core, export_hf, export_megatron, open_source
     from megacore.observe.runs import named_directory

@@ -154,7 +154,9 @@ def _remove(work: Path, output: Path) -> None:
     """Remove the work directory, under a name that the next command removes after a kill."""
     import shutil
 
-    doomed = output.absolute().with_name(f"{output.absolute().name}.tmp-{os.getpid()}")
+    from megacore.artifact.files import temporary_of
+
+    doomed = temporary_of(output.absolute())
     os.rename(work, doomed)
     shutil.rmtree(doomed)
 

@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from megacore.cli._options import check_output_file
+from megacore.errors import ConfigError
+
 _SCHEMA = "schema.json"
 _EDITORS = "# yaml-language-server: $schema="
 """Beginning of the comment from which editors with the YAML language server take the schema."""
@@ -33,7 +36,6 @@ def init(
     """
     from megacore.config.load import CONF_DIR, name_of
     from megacore.corpus.survey import survey
-    from megacore.errors import ConfigError
     from megacore.hardware import Hardware
     from megacore.plan.starter import propose
 
@@ -71,9 +73,6 @@ def clone_directory() -> Path | None:
 
 def check_new(target: Path, option: str = "--name") -> None:
     """Raise ConfigError if the file that an option names exists, or its directory does not."""
-    from megacore.cli._options import check_output_file
-    from megacore.errors import ConfigError
-
     if os.path.lexists(target):
         raise ConfigError(
             f"{target} exists and is not overwritten: give another {option}, or remove it first"
@@ -83,9 +82,9 @@ def check_new(target: Path, option: str = "--name") -> None:
 
 def write_new(target: Path, text: str, option: str = "--name") -> None:
     """Write a file that is complete or absent after a crash, and never replaces another."""
-    from megacore.artifact.files import TEMPORARY, replace_file, workspace_errors
+    from megacore.artifact.files import replace_file, temporary_of, workspace_errors
 
-    temporary = target.with_name(f"{target.name}{TEMPORARY}{os.getpid()}")
+    temporary = temporary_of(target)
     with workspace_errors(target, f"give another {option}"):
         try:
             replace_file(temporary, text.encode("utf-8"))
