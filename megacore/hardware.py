@@ -303,6 +303,15 @@ def memory_info() -> dict[str, int]:
     }
 
 
+def resident_memory() -> int | None:
+    """Return the bytes of this process's resident memory; None if this is not Linux."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_limit(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:

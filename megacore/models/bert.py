@@ -15,14 +15,11 @@ from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import LayerSetup, Shared
+from megacore.models.parameters import BINARY_CLASSES, SEGMENTS
 from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import divide
 
-SEGMENTS = 2
-"""Number of segments: rows of the table of token types."""
-BINARY_CLASSES = 2
-"""Number of classes of the binary head: segments in order, or not."""
 SentenceTask = Literal["sop", "nsp"]
 
 

@@ -4,8 +4,10 @@ These are GPT-2 (Radford et al. 2019) and its descendants. Llama and GPT-NeoX di
 of the configuration: norms, positions, activation, heads, biases.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,10 +154,7 @@ class GPTModel(Model):
                 return spans.bias(length, like.dtype), None
             return None, spans.blocked(len(queries), length) if form == "blocks" else spans
 
-        if model.window_attn_skip_freq is None:
-            return Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
-        windowed = Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
-        return Shared(*mask(None), rotary=rotary, cp=self.cp, windowed=windowed)
+        return self._by_window(mask, model.sliding_window, rotary=rotary, cp=self.cp)
 
     def shared(
         self,
@@ -202,13 +201,20 @@ class GPTModel(Model):
         window = model.sliding_window
         if window is not None and window >= keys:
             window = None
-        if model.window_attn_skip_freq is None:
-            return Shared(*mask(window=window), rotary=rotary, cache=cache)
-        full = Shared(*mask(), rotary=rotary, cache=cache)
-        windowed = full
-        if window is not None:
-            windowed = Shared(*mask(window=window), rotary=rotary, cache=cache)
-        return replace(full, windowed=windowed)
+        return self._by_window(mask, window, rotary=rotary, cache=cache)
+
+    def _by_window(
+        self,
+        mask: Callable[..., tuple[Tensor | None, Spans | None]],
+        window: int | None,
+        **values: Any,
+    ) -> Shared:
+        """Return the shared `values` with masks, in `windowed` those of layers with the window."""
+        masked = Shared(*mask(window=window), **values)
+        if self.model.window_attn_skip_freq is None:
+            return masked
+        full = masked if window is None else Shared(*mask(window=None), **values)
+        return replace(full, windowed=masked)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """Map [b, s, h] to [b, s, v/t]."""

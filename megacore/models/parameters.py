@@ -6,8 +6,10 @@ from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
 from megacore.pipeline_parallel.partition import ModelChunk
 
-_SEGMENTS = 2
-_BINARY_CLASSES = 2
+SEGMENTS = 2
+"""Number of segments of BERT: rows of the table of token types."""
+BINARY_CLASSES = 2
+"""Number of classes of BERT's binary head: segments in order, or not."""
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -123,7 +125,7 @@ def _embedding_sizes(spec: ModelSpec) -> list[int]:
         if model.position_embedding_type == "learned_absolute"
         else []
     )
-    rows += [_SEGMENTS] if spec.family == "bert" else []
+    rows += [SEGMENTS] if spec.family == "bert" else []
     return [count * model.hidden_size for count in rows] + (
         _norm(model) if model.norm_position == "post" else []
     )
@@ -138,5 +140,5 @@ def _bert_head(spec: ModelSpec, tensor: int) -> list[int]:
     dense = [hidden * hidden, hidden]
     sizes = [*dense, *_norm(model), spec.padded_vocab_size // tensor]
     return sizes + (
-        [*dense, _BINARY_CLASSES * hidden, _BINARY_CLASSES] if model.bert_binary_head else []
+        [*dense, BINARY_CLASSES * hidden, BINARY_CLASSES] if model.bert_binary_head else []
     )

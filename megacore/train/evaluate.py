@@ -97,6 +97,8 @@ class Evaluation:
 class Scored(Protocol):
     """This rank's part of the evaluated model: an engine or a `Stage`."""
 
+    device: torch.device
+
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses, `lm_loss` first."""
@@ -126,7 +128,6 @@ def evaluate(
     samples: int,
     micro_batch_size: int,
     mesh: ProcessMesh,
-    device: torch.device,
     between: BetweenRounds | None = None,
 ) -> Evaluation:
     """Compute the mean losses of the first `samples` samples, each scored once in any layout.
@@ -139,13 +140,12 @@ def evaluate(
         samples: number of samples, from 1 to the data set's length.
         micro_batch_size: samples per forward pass; the last pass may have fewer.
         mesh: the ranks that share the work; all get the same result.
-        device: device of the model.
         between: function to call between rounds of about a second; None means one round.
 
     Raises:
         DataFormatError: no sample has a label that counts.
     """
-    replicas = mesh.data_parallel
+    device, replicas = model.device, mesh.data_parallel
     batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
     totals = LossTotals(len(model.loss_names), _sources_of(dataset, batches), device)
     longest = len(batches_of_rank(samples, micro_batch_size, 0, replicas.size))
@@ -225,46 +225,12 @@ def _sources_of(dataset: Dataset, batches: Sequence[range]) -> SampleSources | N
     return SampleSources(torch.cat([none, *numbers]), len(dataset.sources))
 
 
-def evaluate_split(
-    model: Scored,
-    split: Dataset,
-    config: RunConfig,
-    *,
-    micro_batch_size: int,
-    mesh: ProcessMesh,
-    device: torch.device,
-    between: BetweenRounds | None = None,
-) -> Evaluation:
-    """Compute the losses that define `valid_ppl` and `test_ppl`.
-
-    Training calls this for each checkpoint and the stage `evaluate` again, so that both report the
-    same number.
-
-    Args:
-        model: this rank's part of the model.
-        split: a data set of `one_epoch`.
-        config: configuration of the run; its section `evaluate` limits the samples.
-        micro_batch_size: samples per forward pass.
-        mesh: the ranks that share the work; all get the same result.
-        device: device of the model.
-        between: see `evaluate`.
-
-    Raises:
-        DataFormatError: no sample has a label that counts.
-    """
-    return evaluate(
-        model,
-        split,
-        samples=evaluated_samples(split, config),
-        micro_batch_size=micro_batch_size,
-        mesh=mesh,
-        device=device,
-        between=between,
-    )
-
-
 def evaluated_samples(split: Dataset, config: RunConfig) -> int:
-    """Return the number of a split's samples that `evaluate.max_samples` selects."""
+    """Return the number of a split's samples that define `valid_ppl` or `test_ppl`.
+
+    They are the first ones of a pass of `one_epoch`. Training scores them for each checkpoint and
+    the stage `evaluate` again, so that both report the same number.
+    """
     limit = config.evaluate.max_samples
     return len(split) if limit is None else min(limit, len(split))
 

@@ -29,7 +29,7 @@ from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.plan.throughput import planned_iteration, predict_run
 from megacore.train.checkpoints import RunCheckpoints
-from megacore.train.evaluate import Evaluation, evaluate, evaluate_split
+from megacore.train.evaluate import Evaluation, evaluate, evaluated_samples
 from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.profile import IterationProfiler
@@ -398,7 +398,6 @@ class Trainer:
             samples=samples,
             micro_batch_size=train.micro_batch_size,
             mesh=self._mesh,
-            device=self._engine.device,
             between=self._between_rounds,
         )
         self._recorder.evaluation(
@@ -417,14 +416,13 @@ class Trainer:
         """
         started = time.monotonic()
         self._mesh.beat("validation")
-        result = evaluate_split(
+        result = evaluate(
             self._engine,
             self._data.valid_pass,
-            self._config,
+            samples=evaluated_samples(self._data.valid_pass, self._config),
             # A larger batch might not fit next to the optimizer's state.
             micro_batch_size=self._config.train.micro_batch_size,
             mesh=self._mesh,
-            device=self._engine.device,
             between=self._between_rounds,
         )
         self._recorder.perplexity(

@@ -4,7 +4,6 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,13 @@ import torch.distributed as dist
 
 from megacore.config.run import RunConfig
 from megacore.errors import MemoryExhaustedError
-from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
+from megacore.hardware import (
+    Hardware,
+    memory_info,
+    memory_limit,
+    resident_memory,
+    resolve_precision,
+)
 from megacore.launch.exit_reason import NO_GPU_MEMORY
 from megacore.train.state import TrainState
 
@@ -80,7 +85,6 @@ def in_use() -> str:
             f"by all of {_gib(total)} on {torch.cuda.get_device_name()}"
         )
     info, limit = memory_info(), memory_limit()
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     ulimit = (
         ""
@@ -88,7 +92,7 @@ def in_use() -> str:
         else f", {_gib(address_space)} allowed by ulimit -v"
     )
     return (
-        f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, "
+        f"in use {_gib(resident_memory() or 0)} by this process, "
         f"{_gib(info['MemAvailable'])} of {_gib(info['MemTotal'])} of the machine available, "
         f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups{ulimit}"
     )

@@ -29,6 +29,7 @@ from megacore.checkpoint.collective import RankGroup, sees_first_directory, tran
 from megacore.checkpoint.format import FileRecord
 from megacore.config.train import ProfileConfig
 from megacore.errors import MegacoreError
+from megacore.hardware import resident_memory
 from megacore.observe.recorder import Recorder
 
 FOLDER = "profile"
@@ -37,7 +38,6 @@ _SNAPSHOT_ENTRIES = 200_000
 """Number of the most recent GPU allocations and frees that a snapshot keeps."""
 Points = list[tuple[int, int]]
 """Pairs of Unix time in nanoseconds and bytes."""
-_STATM = Path("/proc/self/statm")
 _PERIOD = 0.005
 """Seconds between two samples of the resident memory."""
 _DEVICES = {0: "cpu", 1: "cuda"}
@@ -235,7 +235,7 @@ class ResidentSampler:
         """Unix time in nanoseconds and number of each iteration at its beginning."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="resident-memory", daemon=True)
-        if _STATM.exists():  # exists only on Linux
+        if resident_memory() is not None:
             self._thread.start()
 
     def mark(self, iteration: int) -> None:
@@ -249,9 +249,8 @@ class ResidentSampler:
             self._thread.join()
 
     def _watch(self) -> None:
-        page = os.sysconf("SC_PAGE_SIZE")
         while not self._ended.is_set():
-            self.points.append((time.time_ns(), int(_STATM.read_text().split()[1]) * page))
+            self.points.append((time.time_ns(), resident_memory() or 0))
             self._ended.wait(_PERIOD)
 
 

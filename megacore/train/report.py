@@ -1,6 +1,5 @@
 """Throughput and other metrics of a log interval."""
 
-import os
 import resource
 import statistics
 import sys
@@ -8,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -16,6 +14,7 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.config.sequence_schedule import SequenceSchedule
 from megacore.engine.base import Update
+from megacore.hardware import resident_memory
 from megacore.models.base import LM_LOSS
 from megacore.observe.flops import Peaks, TransformerShape, step_flops
 from megacore.observe.logging import MemoryUse, StepReport
@@ -27,7 +26,6 @@ from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 
 _MIB = 1 << 20
-_STATM = Path("/proc/self/statm")
 _SLOW = 1.2
 """Ratio of a rank's own time per iteration to its peers' above which it is slow."""
 _SLOW_INTERVALS = 3
@@ -233,9 +231,6 @@ def memory_use(device: torch.device) -> MemoryUse:
         )
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
-    try:
-        pages = int(_STATM.read_text(encoding="ascii").split()[1])
-        now = pages * os.sysconf("SC_PAGE_SIZE") / _MIB
-    except OSError:  # only Linux has the file
-        now = peak
+    resident = resident_memory()
+    now = peak if resident is None else resident / _MIB
     return MemoryUse(now, max(now, peak), now, max(now, peak), resident=True)

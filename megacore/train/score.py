@@ -36,7 +36,7 @@ from megacore.observe.logging import (
 )
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.checkpoints import PRECISION_KEY, VALIDATION_KEY
-from megacore.train.evaluate import batches_of_rank, evaluate_split, evaluated_samples
+from megacore.train.evaluate import batches_of_rank, evaluate, evaluated_samples
 from megacore.train.source_losses import named_losses
 
 _BLOCK_TOKENS = 1 << 24
@@ -56,7 +56,6 @@ class CheckpointScorer:
         self._job = job
         self._config = job.config
         self._mesh = mesh
-        self._device = device
         # As in training, so that both measure the same perplexity.
         precision = resolve_precision(job.precision or job.config.train.precision, device.type)
         self._precision = precision
@@ -123,13 +122,12 @@ class CheckpointScorer:
             parameter.data.copy_(self._weights[name])  # no copy in fp32: both are the same memory
         result: dict[str, Any] = {"iteration": iteration}
         for name, dataset in self._splits.items():
-            evaluation = evaluate_split(
+            evaluation = evaluate(
                 self._stage,
                 dataset,
-                self._config,
+                samples=evaluated_samples(dataset, self._config),
                 micro_batch_size=self._config.evaluate.micro_batch_size,
                 mesh=self._mesh,
-                device=self._device,
             )
             result |= {
                 f"{name}_loss": evaluation.loss,

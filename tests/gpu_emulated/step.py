@@ -268,7 +268,6 @@ def _evaluate(config: Any, engine: Any, mesh: Any, record: Record) -> None:
             samples=2 * size * mesh.data_parallel.size - size // 2,
             micro_batch_size=size,
             mesh=mesh,
-            device=engine.device,
         )
 
 

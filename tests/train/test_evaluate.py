@@ -56,6 +56,7 @@ class Model:
 
     loss_names = ("lm_loss", "sop_loss")
     label_length = _runs.SEQ_LENGTH
+    device = torch.device("cpu")
 
     def __init__(self, *, reads_tokens: bool = True) -> None:
         self.reads_tokens = reads_tokens
@@ -105,32 +106,28 @@ def score_blend(
         samples=13,
         micro_batch_size=size,
         mesh=mesh,
-        device=torch.device("cpu"),
         between=between,
     )
 
 
 def score(data: Path, mesh: ProcessMesh) -> Evaluation:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    return evaluate(
-        Model(), dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu")
-    )
+    return evaluate(Model(), dataset, samples=13, micro_batch_size=4, mesh=mesh)
 
 
 def score_divided(data: Path, mesh: ProcessMesh) -> Evaluation:
     """Score three micro batches, of which only the first replica has two, with divided weights."""
     run = _runs.config(parallel={"data_parallel_sharding": "parameters"})
-    device = torch.device("cpu")
     engine = build_engine(
         run,
         _runs.VOCAB_SIZE,
         mesh,
         special_tokens=_runs.TOKENS,
-        device=device,
+        device=torch.device("cpu"),
         precision="fp32",
     )
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    return evaluate(engine, dataset, samples=9, micro_batch_size=4, mesh=mesh, device=device)
+    return evaluate(engine, dataset, samples=9, micro_batch_size=4, mesh=mesh)
 
 
 def score_on_ranks(data: Path) -> tuple[Evaluation, Evaluation, Evaluation]:
@@ -225,7 +222,6 @@ def test_an_error_between_rounds_ends_the_evaluation(data: Path) -> None:
             samples=13,
             micro_batch_size=1,
             mesh=ProcessMesh.serial(),
-            device=torch.device("cpu"),
             between=between,
         )
     assert sizes == [1, 2]
@@ -243,15 +239,8 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
             micro_batch_sizes.append(list(sizes))
             return torch.ones(2 + POSITION_BUCKETS, 2, dtype=torch.float64)
 
-    mesh, device = ProcessMesh.serial(), torch.device("cpu")
-    evaluate(
-        MiddleStage(reads_tokens=False),
-        dataset,
-        samples=6,
-        micro_batch_size=4,
-        mesh=mesh,
-        device=device,
-    )
+    stage = MiddleStage(reads_tokens=False)
+    evaluate(stage, dataset, samples=6, micro_batch_size=4, mesh=ProcessMesh.serial())
     assert micro_batch_sizes == [[4, 2]]
 
 

@@ -167,8 +167,7 @@ class RelativeBias(nn.Module):
         The queries are the last `queries` of the `keys` tokens. The gradient of a bucket is a sum
         of up to queries x keys values, which would soon stop growing in half precision.
         """
-        places = torch.arange(keys, device=self.weight.device)
-        distances = places[None, :] - places[keys - queries :, None]
+        distances = _distances(queries, keys, self.weight.device)
         exact = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         # Contiguous like the scores: otherwise their sum, and the dropout drawn for it, would have
         # this memory order.
