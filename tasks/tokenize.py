@@ -49,8 +49,13 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
 
 @stage_task("tokenizer", tokenizer_key)
 def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageResult:
-    """Train the tokenizer on all corpora, or use the given vocabulary."""
+    """Train the tokenizer on all corpora, or use the given vocabulary.
+
+    Raises ConfigError if it lacks a token that the samples need.
+    """
     from megacore.config.spec import SpecialTokens
+    from megacore.data.fim import special_ids
+    from megacore.tokenizer import load_tokenizer
     from megacore.tokenizer.build import build_tokenizer
     from megacore.tokenizer.vocabulary import check_roles
 
@@ -67,6 +72,8 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     result = build(config, tokenizer_key(config, corpora), fill)
     special = SpecialTokens.model_validate(result.artifact.counts["special_tokens"])
     check_roles(special, config.family, config.data)
+    if config.data.fim is not None:
+        special_ids(load_tokenizer(result.artifact.directory), config.data.fim)
     return result
 
 

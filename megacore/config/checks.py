@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from megacore.config.base import as_yaml
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import check_blends
 from megacore.config.curate import check_across_sources
 from megacore.config.data import (
+    MASKED_LM_SPECIAL_TOKENS,
     NEOX_DEFAULTS,
     SPELLINGS,
+    T5_SPECIAL_TOKENS,
     DataConfig,
     Gpt2BpeTokenizer,
     HfTokenizer,
@@ -25,7 +28,7 @@ from megacore.config.layouts import ParallelLayout, check_layout
 from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.sequence_schedule import check_sequence_schedule
-from megacore.config.train import LmEvalConfig, TrainConfig
+from megacore.config.train import KernelsConfig, LmEvalConfig, TrainConfig
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ NEEDED_ROLES: dict[Family, tuple[str, ...]] = {
 }
 """Roles of the special tokens that a family's samples need."""
 _BERT_TOKENS = tuple(SPELLINGS[role][0] for role in NEEDED_ROLES["bert"])
+_KERNEL_DEVICES = {"cpp": "cpu", "apex": "cuda", "flex": "cuda", "torch_fp32": "cuda"}
+"""Types of device that implementations in `train.kernels` need."""
 _SPAN_WITHOUT_MEAN = 3.0
 """Assumed mean span length in tokens when data.span_corruption gives none."""
 
@@ -65,6 +70,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_profile(config.train)
+    _check_attention(config)
     if config.engine == "deepspeed":
         _check_native_options(config.train)
     _check_warmup(config)
@@ -145,8 +151,8 @@ def _check_data(data: DataConfig) -> None:
         for name in ("keep_newlines", "sentence_splitter", "language"):
             if not data.has_default(name):
                 raise ValueError(
-                    f"data.{name} is {getattr(data, name)} but data.split_sentences is false: set "
-                    "the latter to true, or leave the former out"
+                    f"data.{name} is {as_yaml(getattr(data, name))} but data.split_sentences is "
+                    "false: set the latter to true, or leave the former out"
                 )
 
 
@@ -155,8 +161,8 @@ def _check_defaults(data: DataConfig, name: str, others: tuple[str, ...], reason
     for other in others:
         if not data.has_default(other):
             raise ValueError(
-                f"data.{name} is {getattr(data, name)} but data.{other} is {getattr(data, other)}, "
-                f"{reason}: set one of them to its default"
+                f"data.{name} is {getattr(data, name)} but data.{other} is "
+                f"{as_yaml(getattr(data, other))}, {reason}: set one of them to its default"
             )
 
 
@@ -264,6 +270,22 @@ def _check_profile(train: TrainConfig) -> None:
         )
 
 
+def _check_attention(config: "RunConfig") -> None:
+    """Raise ValueError for an implementation of attention that the rest rules out."""
+    option, cap = config.train.kernels.attention, config.model.attn_logit_softcapping
+    if option == "cpp" and cap is not None:
+        raise ValueError(
+            f"train.kernels.attention is cpp but model.attn_logit_softcapping is {cap:g}, and the "
+            "C++ kernel has no soft cap: set the former to auto or plain"
+        )
+    if option == "flex" and (config.engine == "deepspeed" or config.train.compile == "off"):
+        reason = "engine is deepspeed" if config.engine == "deepspeed" else "train.compile is off"
+        raise ValueError(
+            f"train.kernels.attention is flex but {reason}, and FlexAttention runs in compiled "
+            "layers only: set the former to auto or plain, or change the latter"
+        )
+
+
 def _check_native_options(train: TrainConfig) -> None:
     """Raise ValueError for options that the engine deepspeed does not have."""
     if train.compile == "on":
@@ -296,10 +318,20 @@ def check_device(train: TrainConfig, device_type: str, owner: str = "this machin
 
     `owner` names the device's host in the message.
     """
-    if train.cuda_graphs and device_type != "cuda":
-        raise ConfigError(
-            f"train.cuda_graphs is true, which needs a GPU, and {owner} has none: set it to false"
-        )
+    for name in ("cuda_graphs", "tf32"):
+        if getattr(train, name) and device_type != "cuda":
+            raise ConfigError(
+                f"train.{name} is true, which needs a GPU, and {owner} has none: set it to false"
+            )
+    for operation in KernelsConfig.model_fields:
+        option = getattr(train.kernels, operation)
+        if _KERNEL_DEVICES.get(option, device_type) != device_type:
+            gpu = device_type == "cuda"
+            raise ConfigError(
+                f"train.kernels.{operation} is {option}, which runs on {'CPUs' if gpu else 'GPUs'} "
+                f"only, and {owner} has {'GPUs' if gpu else 'none'}: give auto or plain, or remove "
+                "it"
+            )
 
 
 def _check_warmup(config: "RunConfig") -> None:
@@ -497,11 +529,10 @@ def _check_reading(family: Family, data: DataConfig) -> None:
             f"data.seq_length is {data.seq_length}: a sample of family {family} takes 8 tokens or "
             "more"
         )
-    section = data.masked_lm if family == "bert" else data.span_corruption
-    if 0 < section.short_seq_prob < 1e-6:
-        raise ValueError(
-            f"short_seq_prob is {section.short_seq_prob}: give 0, or at least 0.000001"
-        )
+    name = "masked_lm" if family == "bert" else "span_corruption"
+    share = getattr(data, name).short_seq_prob
+    if 0 < share < 1e-6:
+        raise ValueError(f"data.{name}.short_seq_prob is {share}: give 0, or at least 0.000001")
 
 
 def _check_bert(model: ModelConfig, data: DataConfig) -> None:
@@ -509,6 +540,13 @@ def _check_bert(model: ModelConfig, data: DataConfig) -> None:
         raise ValueError(
             f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but "
             "model.bert_binary_head is false: set the latter to true, or remove the former"
+        )
+    share, tokens = data.masked_lm.masked_lm_prob, data.seq_length - MASKED_LM_SPECIAL_TOKENS
+    if share * tokens < 1:
+        raise ValueError(
+            f"data.masked_lm.masked_lm_prob {share:g} of the {tokens} tokens of a sample of "
+            f"data.seq_length {data.seq_length} is less than one, so that no token would be "
+            "predicted: raise one of them"
         )
     tokenizer = data.tokenizer
     if isinstance(tokenizer, Gpt2BpeTokenizer | SentencePieceTokenizer):
@@ -565,7 +603,8 @@ def _check_t5(data: DataConfig) -> None:
 
 def most_noise(data: DataConfig) -> int:
     """Return the maximum number of tokens in the spans of a T5 sample."""
-    return max(1, round((data.seq_length - 2) * data.span_corruption.noise_density))
+    text = data.seq_length - T5_SPECIAL_TOKENS
+    return max(1, round(text * data.span_corruption.noise_density))
 
 
 def most_spans(data: DataConfig) -> int:

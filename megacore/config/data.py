@@ -15,6 +15,11 @@ Packing = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 IndexStyle = Literal["megatron", "neox"]
 NEOX_DEFAULTS = ("packing", "add_extra_token", "drop_last_partial")
 """Options that must have their defaults with the style neox."""
+MASKED_LM_SPECIAL_TOKENS = 3
+"""Number of special tokens of a BERT sample: [CLS] and two [SEP]."""
+T5_SPECIAL_TOKENS = 2
+"""Number of special tokens, a start and an end, for which Megatron core reserves room in a T5
+sample."""
 END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of GPT-2 (Radford et al. 2019)."""
 DEFAULT_SPLIT = "969,30,1"

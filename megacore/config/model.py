@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from megacore.config.base import Section, keyed
+from megacore.config.base import Section, as_yaml, keyed
 from megacore.config.rope import MOST_POSITIONS, RopeScaling, check_scaling
 
 Family = Literal["gpt", "bert", "t5"]
@@ -394,4 +394,4 @@ def _text(value: Any) -> str:
     """Return a value as YAML spells it, of a section only its kind."""
     if isinstance(value, Section):
         return f"{{kind: {getattr(value, 'kind', '')}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return as_yaml(value)

@@ -72,7 +72,7 @@ class FimDataset:
         self.sources, self.source_places = dataset.sources, dataset.source_places
         self._dataset, self._tokenizer, self._fim = dataset, tokenizer, fim
         self._seed, self._capacity = seed, capacity
-        self._prefix, self._middle, self._suffix = _special_ids(tokenizer, fim)
+        self._prefix, self._middle, self._suffix = special_ids(tokenizer, fim)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -141,7 +141,7 @@ class FimDataset:
         return np.concatenate([self._prefix, prefix, self._suffix, suffix, self._middle, middle])
 
 
-def _special_ids(tokenizer: Tokenizer, fim: FimConfig) -> list[Ids]:
+def special_ids(tokenizer: Tokenizer, fim: FimConfig) -> list[Ids]:
     """Return the ids of the prefix, middle and suffix tokens, each as an array.
 
     Raises ConfigError.

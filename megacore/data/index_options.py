@@ -14,17 +14,18 @@ from typing import Literal, Self
 import numpy as np
 
 from megacore.config.base import as_yaml
-from megacore.config.data import NEOX_DEFAULTS, IndexStyle, Packing
+from megacore.config.data import (
+    MASKED_LM_SPECIAL_TOKENS,
+    NEOX_DEFAULTS,
+    T5_SPECIAL_TOKENS,
+    IndexStyle,
+    Packing,
+)
 from megacore.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 """Names of the splits in the order of the weights."""
 SentenceModel = Literal["bert", "t5"]
-MASKED_LM_SPECIAL_TOKENS = 3
-"""Number of special tokens of a BERT sample: [CLS] and two [SEP]."""
-T5_SPECIAL_TOKENS = 2
-"""Number of special tokens, a start and an end, for which Megatron core reserves room in a T5
-sample."""
 MAX_MEMBERS = 2**15 - 1
 """Maximum number of data sets of a blend, which numbers them with an i16."""
 

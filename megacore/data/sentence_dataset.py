@@ -8,10 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from megacore.config.data import MaskedLmConfig, SpanCorruptionConfig
+from megacore.config.data import (
+    MASKED_LM_SPECIAL_TOKENS,
+    T5_SPECIAL_TOKENS,
+    MaskedLmConfig,
+    SpanCorruptionConfig,
+)
 from megacore.data._compiled import BertSampler, MaskingRules, T5Sampler
 from megacore.data.index_directory import SENTENCE_MAP_NAME, map_path
-from megacore.data.index_options import MASKED_LM_SPECIAL_TOKENS, T5_SPECIAL_TOKENS
 from megacore.data.samples import MappedDataset
 from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError

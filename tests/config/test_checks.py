@@ -26,7 +26,8 @@ def make(**sections: Any) -> RunConfig:
         "checkpoint": {"save_interval": 5},
     }
     for section, changes in sections.items():
-        values[section] = values.get(section, {}) | changes
+        old = values.get(section)
+        values[section] = old | changes if isinstance(old, dict) else changes
     return parse_config({"name": "small", **values}, origin="test")
 
 
@@ -175,6 +176,29 @@ def test_recompute_num_layers_needs_recomputation() -> None:
     assert make(train=train | {"recompute": "selective"}).train.recompute_num_layers == 1
 
 
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"train": {"kernels": {"attention": "cpp"}}, "model": {"attn_logit_softcapping": 50.0}},
+            "attention is cpp but model.attn_logit_softcapping is 50, and the C++ kernel has no",
+        ),
+        (
+            {"train": {"kernels": {"attention": "flex"}, "compile": "off"}},
+            "attention is flex but train.compile is off, and FlexAttention runs in compiled layers",
+        ),
+        (
+            {"train": {"kernels": {"attention": "flex"}}, "engine": "deepspeed"},
+            "attention is flex but engine is deepspeed, and FlexAttention runs in compiled layers",
+        ),
+    ],
+)
+def test_an_attention_that_can_never_run_is_refused(
+    sections: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refusal(**sections)
+
+
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
 def test_cuda_graphs_need_passes_without_communication(sharding: str) -> None:
     sections = {
@@ -260,7 +284,7 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
         (
             {"index_style": "neox", "add_extra_token": False},
             (
-                "data.index_style is neox but data.add_extra_token is False, which GPT-NeoX does "
+                "data.index_style is neox but data.add_extra_token is false, which GPT-NeoX does "
                 "not have"
             ),
         ),
@@ -280,7 +304,7 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
             {"dask_address": "tcp://a:8786"},
             "data.dask_address is tcp://a:8786 but data.shard_runner is threads",
         ),
-        ({"keep_newlines": True}, "data.keep_newlines is True but data.split_sentences is false"),
+        ({"keep_newlines": True}, "data.keep_newlines is true but data.split_sentences is false"),
         ({"language": "german"}, "data.language is german but data.split_sentences is false"),
     ],
 )

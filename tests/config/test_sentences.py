@@ -85,7 +85,15 @@ def test_suitable_data_is_accepted(family: str) -> None:
         (
             "bert",
             {"masked_lm": {"short_seq_prob": 1e-7}},
-            "short_seq_prob is 1e-07: give 0, or at least 0.000001",
+            "data.masked_lm.short_seq_prob is 1e-07: give 0, or at least 0.000001",
+        ),
+        (
+            "bert",
+            {"masked_lm": {"masked_lm_prob": 0.016}},
+            (
+                "data.masked_lm.masked_lm_prob 0.016 of the 61 tokens of a sample of "
+                "data.seq_length 64 is less than one, so that no token would be predicted"
+            ),
         ),
         (
             "bert",

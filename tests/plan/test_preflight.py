@@ -1,8 +1,10 @@
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,6 +205,34 @@ def test_cuda_graphs_need_a_gpu_and_memory_of_a_validation() -> None:
         preflight(
             conf("gpt2-345m", train__cuda_graphs=True, launch__allow_cpu=True), VOCAB_SIZE, CPU
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "hardware", "sentence"),
+    [
+        (
+            {"train__precision": "fp32", "train__tf32": True},
+            CPU,
+            "train.tf32 is true, which needs a GPU, and this machine has none: set it to false",
+        ),
+        (
+            {"train__kernels": {"norm": "apex"}},
+            CPU,
+            "train.kernels.norm is apex, which runs on GPUs only, and this machine has none: give",
+        ),
+        (
+            {"train__kernels": {"rope": "cpp"}},
+            Hardware(64, 512 * GIB, (A100,)),
+            "train.kernels.rope is cpp, which runs on CPUs only, and this machine has GPUs: give",
+        ),
+    ],
+)
+def test_options_for_another_device_are_refused(
+    changes: dict[str, Any], hardware: Hardware, sentence: str
+) -> None:
+    config = conf("gpt2-345m", launch__allow_cpu=True, **changes)
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
+        preflight(config, VOCAB_SIZE, hardware)
 
 
 def test_the_summary_shows_the_zero_stage_and_offloaded_memory() -> None:

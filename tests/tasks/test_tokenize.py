@@ -1,14 +1,17 @@
-"""Division of the cores among corpora that are tokenized side by side."""
+"""Checks of the tokenizer, and division of the cores among corpora that are tokenized at once."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from megacore.artifact import Artifact
 from megacore.config import RunConfig, load_config
+from megacore.errors import ConfigError
 from tasks._cache import artifact_directory
-from tasks.tokenize import share_cores, tokenize_key
+from tasks.tokenize import make_tokenizer, share_cores, tokenize_key
+from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 
 
 def config(**data: Any) -> RunConfig:
@@ -60,3 +63,15 @@ def test_a_tokenized_corpus_needs_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_
     artifact_directory(tokenize_key(config(), *each[0])).mkdir(parents=True)
     _, configs = share_cores(config(), each)
     assert [each.data.workers for each in configs] == [1, 4, 4]
+
+
+def test_a_vocabulary_without_the_tokens_of_fim_is_refused_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    directory = train_tokenizer(tmp_path / "given", write_corpus(tmp_path / "corpus", TEXTS))
+    tokenizer = {"kind": "hf", "name": str(directory)}
+    with disable_run_logger():
+        make_tokenizer.fn(config(tokenizer=tokenizer), ())
+        with pytest.raises(ConfigError, match=r"^data\.fim needs the tokens <fim_prefix>, <fim_m"):
+            make_tokenizer.fn(config(tokenizer=tokenizer, fim={}), ())
