@@ -7,7 +7,7 @@ from typing import Any
 from megacore.config.data import BlendStep, DataConfig
 from megacore.errors import ConfigError
 
-NAME = "data.blend_schedule"
+BLEND_SCHEDULE = "data.blend_schedule"
 
 
 def blend_steps(data: DataConfig) -> tuple[tuple[int, tuple[float, ...]], ...]:
@@ -111,7 +111,7 @@ def _check_names(data: DataConfig) -> None:
 
 def _check_steps(steps: tuple[BlendStep, ...], members: int, data: DataConfig) -> None:
     for number, step in enumerate(steps):
-        where = f"{NAME}[{number}]"
+        where = f"{BLEND_SCHEDULE}[{number}]"
         if (step.samples is None) == (step.tokens is None):
             raise ValueError(f"{where} needs either samples or tokens: give exactly one of them")
         if len(step.weights) != members:
@@ -124,8 +124,8 @@ def _check_steps(steps: tuple[BlendStep, ...], members: int, data: DataConfig) -
     for number, ((before, _), (first, _)) in enumerate(pairwise(blend_steps(data)), 1):
         if first <= before:
             raise ValueError(
-                f"{NAME}[{number}] begins at sample {first}, which does not exceed {before}, where "
-                "the step before it begins: sort the steps"
+                f"{BLEND_SCHEDULE}[{number}] begins at sample {first}, which does not exceed "
+                f"{before}, where the step before it begins: sort the steps"
             )
 
 
@@ -148,9 +148,9 @@ def check_past_weights(
         return
     differing = sorted(set(trained) ^ set(wanted))[0][0]
     raise ConfigError(
-        f"{checkpoint} was trained on {consumed_samples} samples, but {NAME} differs from its own "
-        f"at sample {differing}: change only steps from sample {consumed_samples} on, or allow it "
-        f"with resume.override: [{NAME}]"
+        f"{checkpoint} was trained on {consumed_samples} samples, but {BLEND_SCHEDULE} differs "
+        f"from its own at sample {differing}: change only steps from sample {consumed_samples} on, "
+        f"or allow it with resume.override: [{BLEND_SCHEDULE}]"
     )
 
 

@@ -31,6 +31,7 @@ from megacore.checkpoint.spec import (
     check_same_model,
     read_spec,
 )
+from megacore.config.blend_schedule import BLEND_SCHEDULE, check_past_weights
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.base import Engine
@@ -252,11 +253,16 @@ class RunCheckpoints:
                 "train.pretrained_checkpoint instead of resume.checkpoint"
             )
         restored = TrainState.from_json(saved["train"])
-        self._compare(
-            path, saved.get(CONFIG_KEY), saved.get(PRECISION_KEY), another_run=another_run
-        )
-        self._check_past_weights(path, saved.get(CONFIG_KEY), restored)
-        self._check_warmup(path, saved.get(CONFIG_KEY), restored)
+        before = saved.get(CONFIG_KEY)
+        if before is None:
+            logger.info(
+                "%s does not say with which configuration it was written: nothing was compared",
+                path,
+            )
+        else:
+            self._compare(path, before, saved.get(PRECISION_KEY), another_run=another_run)
+            self._check_past_weights(path, before, restored)
+            self._check_warmup(path, before, restored)
         check_skipped(self._config.train.skipped_ranges, restored, path)
         from megacore.checkpoint.load import load_checkpoint, names_of_all
 
@@ -269,7 +275,7 @@ class RunCheckpoints:
     def _compare(
         self,
         path: Path,
-        saved_config: dict[str, Any] | None,
+        saved_config: dict[str, Any],
         precision: str | None,
         *,
         another_run: bool,
@@ -278,12 +284,6 @@ class RunCheckpoints:
 
         The precision is compared as well.
         """
-        if saved_config is None:
-            logger.info(
-                "%s does not say with which configuration it was written: nothing was compared",
-                path,
-            )
-            return
         now = self._config
         if precision is not None:
             saved_config = {
@@ -300,29 +300,22 @@ class RunCheckpoints:
         check_resume(self.changes, self._config.resume.override, str(path))
 
     def _check_past_weights(
-        self, path: Path, saved_config: dict[str, Any] | None, state: TrainState
+        self, path: Path, saved_config: dict[str, Any], state: TrainState
     ) -> None:
         """Refuse other weights of a blend for samples that the checkpoint was trained on."""
-        from megacore.config.blend_schedule import NAME, check_past_weights
-
         allowed = self._config.resume.override
-        if saved_config is None or NAME in allowed or "data" in allowed:
-            return
-        check_past_weights(
-            saved_config.get("data", {}), self._config.data, state.consumed_samples, str(path)
-        )
+        if BLEND_SCHEDULE not in allowed and "data" not in allowed:
+            check_past_weights(
+                saved_config.get("data", {}), self._config.data, state.consumed_samples, str(path)
+            )
 
-    def _check_warmup(
-        self, path: Path, saved_config: dict[str, Any] | None, state: TrainState
-    ) -> None:
+    def _check_warmup(self, path: Path, saved_config: dict[str, Any], state: TrainState) -> None:
         """Refuse another batch size within a warm-up in samples, and warn of it in the decay.
 
         Raises ConfigError, CheckpointError.
         """
         from megacore.config.difference import changed_warmup
 
-        if saved_config is None:
-            return
         changed = changed_warmup(
             saved_config,
             self._config,

@@ -72,18 +72,6 @@ class _Attention(nn.Module):
             device=device,
         )
 
-    def _context(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_seed: int | None,
-        masks: Shared,
-    ) -> Tensor:
-        """Attend and project: q, k, v [b, n/t, s, d] (k, v per group) to [b, s, h]."""
-        attend = partial(self._attend, dropout_seed=dropout_seed, masks=masks)
-        return self._projected(attend, query, key, value)
-
     def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Apply `attend` to its inputs, and project the result [b, n/t, s, d] to [b, s, h]."""
         if self.recompute and self.training and torch.is_grad_enabled():
@@ -100,7 +88,7 @@ class _Attention(nn.Module):
         dropout_seed: int | None,
         masks: Shared,
     ) -> Tensor:
-        """Map q, k, v to the attention output [b, n/t, s, d].
+        """Map q, k, v [b, n/t, s, d] (k, v per group) to the attention output [b, n/t, s, d].
 
         With context parallelism keys and values are gathered here, so that selective recomputation
         keeps only this rank's.
@@ -218,7 +206,8 @@ class SelfAttention(_Attention):
             )
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
-        return self._context(query, key, value, dropout_seed, shared)
+        attend = partial(self._attend, dropout_seed=dropout_seed, masks=shared)
+        return self._projected(attend, query, key, value)
 
     def attend(
         self,
@@ -338,7 +327,8 @@ class CrossAttention(_Attention):
             project() if shared.cache is None else shared.cache.memory(self.number, project)
         )
         query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
-        return self._context(query, key, value, dropout_seed, shared.memory_masks)
+        attend = partial(self._attend, dropout_seed=dropout_seed, masks=shared.memory_masks)
+        return self._projected(attend, query, key, value)
 
     def _keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project the encoder's output [b, s_e, h] to keys and values [b, n/t, s_e, d]."""

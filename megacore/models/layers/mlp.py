@@ -58,18 +58,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
-        inner = self._inner(x)
+        gate, *up = self.columns(x)
+        inner = (
+            self.kernels.gated(gate, up[0], self.activation)
+            if up
+            else self.kernels.bias_activation(gate, self.dense_h_to_4h.bias, self.activation)
+        )
         if self.training and self.inner_dropout:
             with tensor_parallel_region(self.tp, inner):
                 inner = self.kernels.dropout(inner, self.inner_dropout)
         return self.dense_4h_to_h(inner)  # type: ignore[no-any-return]
-
-    def _inner(self, x: Tensor) -> Tensor:
-        """Map [b, s, h] to the activated [b, s, f/t]."""
-        gate, *up = self.columns(x)
-        if up:
-            return self.kernels.gated(gate, up[0], self.activation)
-        return self.kernels.bias_activation(gate, self.dense_h_to_4h.bias, self.activation)
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
         """Project [b, s, h] to [b, s, f/t], without the bias.
