@@ -193,6 +193,12 @@ class FinetuneLaunchConfig(LaunchConfig):
     configuration; an optimizer or a scheduler in it is used. null means this project's settings."""
 
 
+def _check_differing(name: str, values: tuple[Any, ...]) -> None:
+    twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
+    if twice is not None:
+        raise ValueError(f"{name} names {twice} {values.count(twice)} times: name it once")
+
+
 class FindBatchSizeConfig(Section):
     """Options of `--find-batch-size`: the distributions to try and the memory limit."""
 
@@ -211,12 +217,7 @@ class FindBatchSizeConfig(Section):
     @field_validator("methods")
     @classmethod
     def _methods_differ(cls, value: tuple[Distribution, ...]) -> tuple[Distribution, ...]:
-        twice = sorted({name for name in value if value.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"find_batch_size.methods names {twice[0]} {value.count(twice[0])} times: name it "
-                "once"
-            )
+        _check_differing("find_batch_size.methods", value)
         return value
 
 
@@ -395,12 +396,6 @@ def _check_task(config: "FinetuneConfig") -> None:
         best_metric(task, config.train.best_metric)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-
-
-def _check_differing(name: str, values: tuple[Any, ...]) -> None:
-    twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
-    if twice is not None:
-        raise ValueError(f"{name} names {twice} {values.count(twice)} times: name it once")
 
 
 def _check_schedule(config: "FinetuneConfig") -> None:
