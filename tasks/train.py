@@ -223,7 +223,6 @@ def _run(
     `held` is the descriptor of its lock, which the guard of the ranks keeps.
     """
     started = time.monotonic()
-    (directory / MANIFEST_NAME).unlink(missing_ok=True)
     _warn_of_changed_schedule(config, directory)
     job = TrainJob(
         **make_job(config, directory, data).model_dump(),
@@ -233,6 +232,8 @@ def _run(
     check_hosts(job)
     _require_checkpoint_space(config, directory, data.tokenizer.counts["vocab_size"])
     facts = run_facts(config, directory.name, data)
+    # After all that can refuse: an extension that does not start keeps the finished training.
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
     with watched(job, facts, config.train.train_iters) as poll:
         stages.train(job, poll, [held])
     remove_stale(directory / CHECKPOINTS_NAME)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megacore.artifact import Artifact
+from megacore.artifact import Artifact, Manifest, StageKey
+from megacore.artifact.build import seal
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
 from megacore.cluster.hosts import hardware
 from megacore.config import RunConfig
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ParallelLayoutError
+from megacore.errors import ParallelLayoutError, WorkspaceError
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob, EvaluateJob, TrainJob
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
@@ -55,6 +56,25 @@ def test_only_complete_checkpoints_are_subtracted_from_the_room_for_all(
     monkeypatch.setattr("tasks.train.require_space", lambda path, size, why: needed.append(size))
     train._require_checkpoint_space(make_config(), tmp_path, 128)
     assert needed == [300 - 40]
+
+
+@pytest.mark.parametrize("check", ["make_job", "check_hosts", "_require_checkpoint_space"])
+def test_refused_extension_keeps_the_finished_training(
+    check: str, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*values: object) -> None:
+        raise WorkspaceError("no room")
+
+    config, key = make_config(train_iters=200), StageKey("train", 1, {}, {})
+    tokenizer = artifact(run_directory, vocab_size=128, special_tokens={"eod": 0})
+    data = RunData(artifact(run_directory), tokenizer, artifact(run_directory))
+    job = job_of(config, run_directory, data, ranks=1, threads=1)
+    monkeypatch.setattr(train, "make_job", lambda *values: job)
+    monkeypatch.setattr(train, check, refuse)
+    seal(run_directory, key, {"iterations": 100}, 1.0)
+    with pytest.raises(WorkspaceError, match="no room"):
+        train._run(config, key, run_directory, data, 0)
+    assert Manifest.read(run_directory).counts == {"iterations": 100}
 
 
 def test_samples_of_a_resumed_run_begin_at_those_of_the_checkpoint(
