@@ -22,6 +22,7 @@ from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import check_wandb
+from tasks._logging import shown_in_prefect
 from tasks._mlflow import RunFacts, RunStatus, Tracking
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import TrainingMonitor
@@ -218,10 +219,8 @@ class SystemMetrics:
 
 def _link(tracking: Tracking, run_id: str) -> None:
     """Link the run's page in the flow run, if a server shows it."""
-    try:
+    with shown_in_prefect("the link to the MLflow run"):
         server = shown_by(tracking)
         if server is not None:
             page = run_url(tracking, server, run_id)
             create_link_artifact(link=page, link_text="MLflow run", key="mlflow-run")
-    except Exception as error:  # a missing link must not end a training
-        get_run_logger().warning("the link to the MLflow run was not made: %s", error)

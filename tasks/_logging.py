@@ -1,6 +1,8 @@
-"""Log filter that shows a user error as one sentence, without Prefect's traceback."""
+"""Logging of flows: user errors as one sentence, and displays that fail as a warning."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megacore.artifact.files import access_error
 from megacore.errors import MegacoreError
@@ -64,6 +66,20 @@ class EventFilter(logging.Filter):
             and "stopped service" in str(error)
         )
         return not too_late and not message.startswith("Service %r failed to process item")
+
+
+@contextmanager
+def shown_in_prefect(what: str) -> Iterator[None]:
+    """Turn an error of the body, which stores `what` in Prefect, into a warning.
+
+    A server that is down must not fail a stage whose result is on disk.
+    """
+    from prefect import get_run_logger  # it is imported after the environment is prepared
+
+    try:
+        yield
+    except Exception as error:
+        get_run_logger().warning("%s was not stored: %s", what, error)
 
 
 def shorten_user_errors() -> None:

@@ -24,6 +24,7 @@ from megacore.artifact.files import access_errors
 from megacore.errors import MegacoreError
 from megacore.observe.events import EventReader, end_of_lines
 from megacore.observe.logging import short_number
+from tasks._logging import shown_in_prefect
 from tasks._perplexity import PerplexityTable
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
@@ -281,16 +282,16 @@ class TrainingMonitor:
         return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
     def _update_artifact(self, percent: float, description: str) -> None:
-        try:
-            # the next update is the retry
-            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-                if self._artifact is None:
-                    self._artifact = create_progress_artifact(
-                        progress=percent, key=self.label, description=description
-                    )
-                else:
-                    update_progress_artifact(
-                        artifact_id=self._artifact, progress=percent, description=description
-                    )
-        except Exception as error:  # a failing display must not end a training
-            get_run_logger().warning("the progress artifact was not updated: %s", error)
+        # Without retries: the next update is the retry.
+        with (
+            shown_in_prefect("the progress"),
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        ):
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(
+                    progress=percent, key=self.label, description=description
+                )
+            else:
+                update_progress_artifact(
+                    artifact_id=self._artifact, progress=percent, description=description
+                )

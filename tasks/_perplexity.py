@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
@@ -16,6 +15,7 @@ from prefect.events import emit_event
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.observe.events import EventReader
 from megacore.observe.logging import short_number
+from tasks._logging import shown_in_prefect
 
 KEY = "perplexity"
 """Key of the table among Prefect's artifacts."""
@@ -84,7 +84,7 @@ class PerplexityTable:
         )
 
     def _publish(self, iteration: int) -> None:
-        try:
+        with shown_in_prefect("the table of perplexities"):
             row = self._rows[iteration]
             table = [self._rows[each].cells(each) for each in sorted(self._rows)]
             emit_event(
@@ -107,8 +107,6 @@ class PerplexityTable:
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(table)))
-        except Exception as error:
-            get_run_logger().warning("the table of perplexities was not stored: %s", error)
 
 
 def _text(ppl: float | None) -> str:

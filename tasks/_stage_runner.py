@@ -33,7 +33,7 @@ from megacore.redact import redact, redact_values
 from tasks._cache import StageResult, summarize
 from tasks._flow_config import FlowConfig
 from tasks._form import all_overrides
-from tasks._logging import CountedRetries
+from tasks._logging import CountedRetries, shown_in_prefect
 from tasks._retry import retry_delays
 from tasks._temporary_server import note_ended
 
@@ -216,7 +216,6 @@ class StageRunner(Generic[Config]):
 
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]
-        create_table_artifact(cells, key="stages", description=f"stages of {self.config.name}")
         console = Output()
         table = Table(title=f"stages of {self.config.name}")
         for column in cells[0]:
@@ -225,10 +224,13 @@ class StageRunner(Generic[Config]):
             table.add_row(*row.values())
         console.print(table)
         if self.summary:
-            create_markdown_artifact(
-                self.summary, key="summary", description=f"outcome of {self.config.name}"
-            )
             console.print(Markdown(self.summary))
+        with shown_in_prefect("the table of stages"):
+            create_table_artifact(cells, key="stages", description=f"stages of {self.config.name}")
+            if self.summary:
+                create_markdown_artifact(
+                    self.summary, key="summary", description=f"outcome of {self.config.name}"
+                )
 
 
 class Output(Console):

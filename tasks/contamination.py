@@ -16,6 +16,7 @@ from megacore.artifact.files import read_object, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, build, build_in_shards, stage_task
+from tasks._logging import shown_in_prefect
 from tasks._stage_runner import StageRunner
 from tasks.index import held_out_digest, index_options, mixture
 from tasks.lm_eval import task_digests
@@ -156,11 +157,11 @@ def contamination(
         return {name: row["share"] for name, row in rows.items()}
 
     result = build(config, contamination_key(config, searches, tokens, index), fill)
-    create_markdown_artifact(
-        contamination_summary(config, result.artifact) + _examples(result.artifact),
-        key="contamination",
-        description=f"contaminated items of {config.name}",
-    )
+    text = contamination_summary(config, result.artifact) + _examples(result.artifact)
+    with shown_in_prefect("the contamination"):
+        create_markdown_artifact(
+            text, key="contamination", description=f"contaminated items of {config.name}"
+        )
     return result
 
 

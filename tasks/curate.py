@@ -13,6 +13,7 @@ from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config import RunConfig
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build_in_shards, stage_task
+from tasks._logging import shown_in_prefect
 
 
 def curate_key(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = ()) -> StageKey:
@@ -84,10 +85,10 @@ def _show_report(curated: Artifact) -> None:
         }
         for row in report["steps"]
     ]
-    create_table_artifact(rows, key="curate-steps", description=f"steps of {curated.key}")
-    create_markdown_artifact(
-        report_text(report), key="curate-report", description=f"curation {curated.key}"
-    )
+    text = report_text(report)
+    with shown_in_prefect("the report of the curation"):
+        create_table_artifact(rows, key="curate-steps", description=f"steps of {curated.key}")
+        create_markdown_artifact(text, key="curate-report", description=f"curation {curated.key}")
 
 
 def curation_metrics(tokens: Artifact) -> dict[str, float]:

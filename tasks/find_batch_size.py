@@ -35,6 +35,7 @@ from megacore.ranks.batch_size_search import (
 )
 from tasks._cache import StageResult, build, stage_task
 from tasks._devices import devices
+from tasks._logging import shown_in_prefect
 from tasks._monitor import LogTail
 from tasks._stage_runner import StageRunner
 
@@ -177,9 +178,10 @@ def _show_comparison(config: FinetuneConfig, *found: Artifact) -> str:
     """Show the rows of all methods with the flow run; return the table and its notes."""
     reports = [read_object(artifact.directory / REPORT) for artifact in found]
     rows = table_rows(reports)
-    create_table_artifact(
-        rows, key="batch-sizes", description=f"largest micro batches of {config.name}"
-    )
     summary = as_markdown(rows) + notes(reports)
-    create_markdown_artifact(summary, key="batch-sizes-table", description=f"of {config.name}")
+    with shown_in_prefect("the table of batch sizes"):
+        create_table_artifact(
+            rows, key="batch-sizes", description=f"largest micro batches of {config.name}"
+        )
+        create_markdown_artifact(summary, key="batch-sizes-table", description=f"of {config.name}")
     return summary

@@ -19,6 +19,7 @@ from megacore.corpus.fetch import first_sentence
 from megacore.corpus.hub import broken_connections
 from megacore.errors import ConfigError, HubError
 from tasks._cache import StageResult, build, stage_task
+from tasks._logging import shown_in_prefect
 from tasks._mlflow import Tracking
 from tasks._publication import RECEIPT, read_receipt
 from tasks._run_page import show_pushed
@@ -100,9 +101,10 @@ def push_stage(
 def _show_commit(config: RunConfig | FinetuneConfig, pushed: Artifact) -> str:
     """Link the uploaded commit in the flow run, and return its line of the summary."""
     receipt = read_object(pushed.directory / RECEIPT)
-    create_link_artifact(
-        link=receipt["address"], link_text=receipt["repository"], key="hugging-face-hub"
-    )
+    with shown_in_prefect("the link to the Hugging Face hub"):
+        create_link_artifact(
+            link=receipt["address"], link_text=receipt["repository"], key="hugging-face-hub"
+        )
     return (
         f"\n- Hugging Face hub: [{receipt['repository']}]({receipt['url']}), commit "
         f"[{receipt['commit'][:8]}]({receipt['address']})\n"

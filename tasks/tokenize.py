@@ -26,6 +26,7 @@ from megacore.launch.workers import WorkerPool
 from megacore.plan.epochs import BYTES_PER_TOKEN
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
+from tasks._logging import shown_in_prefect
 from tasks._retry import retry_delays
 
 if TYPE_CHECKING:
@@ -222,11 +223,12 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
     encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
     # Stored as markdown, because Prefect prints an image artifact's address below it, and this
     # address contains the whole image.
-    create_markdown_artifact(
-        f"![tokens per {unit}](data:image/png;base64,{encoded})\n",
-        key="token-lengths",
-        description=f"tokens per {unit} of {tokens.key}",
-    )
+    with shown_in_prefect("the plot of the lengths"):
+        create_markdown_artifact(
+            f"![tokens per {unit}](data:image/png;base64,{encoded})\n",
+            key="token-lengths",
+            description=f"tokens per {unit} of {tokens.key}",
+        )
 
 
 def tokenize_in_shards(

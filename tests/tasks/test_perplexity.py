@@ -87,6 +87,6 @@ def test_table_that_cannot_be_stored_is_a_warning(
         raise OSError("no server")
 
     monkeypatch.setattr(_perplexity, "create_table_artifact", fail)
-    monkeypatch.setattr(_perplexity, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr("prefect.get_run_logger", lambda: logging.getLogger("test"))
     measure(log, PerplexityTable(run_directory), 10, loss=1.0)
     assert "the table of perplexities was not stored: no server" in caplog.text

@@ -462,6 +462,22 @@ def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: Fa
     assert "iteration 40" in str(pipeline.ended.message)
 
 
+def test_server_that_is_down_hides_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run: FakeRun
+) -> None:
+    def fail(*values: object, **options: object) -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(_stage_runner, "create_table_artifact", fail)
+    monkeypatch.setattr("prefect.get_run_logger", lambda: logging.getLogger("test"))
+    with pytest.raises(RankLostError), _stage_runner.StageRunner(run.config) as pipeline:
+        pipeline.stage(FakeTask(LOST))  # type: ignore[arg-type]
+    with _stage_runner.StageRunner(run.config) as pipeline:
+        pipeline.stage(FakeTask(TrainingStoppedError("at 40")))  # type: ignore[arg-type]
+    assert pipeline.ended is not None
+    assert caplog.messages == ["the table of stages was not stored: no server"] * 2
+
+
 def test_failure_remains_a_failure(rows: list[dict[str, str]], run: FakeRun) -> None:
     task: Any = FakeTask(LOST)
     with pytest.raises(RankLostError), _stage_runner.StageRunner(run.config) as pipeline:

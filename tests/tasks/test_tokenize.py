@@ -1,5 +1,6 @@
 """Checks of the tokenizer, and division of the cores among corpora that are tokenized at once."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ from prefect.logging import disable_run_logger
 from megacore.artifact import Artifact
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError
+from megacore.token_files.indexed_dataset import TOKENS_NAMES
+from tasks import tokenize as module
 from tasks._cache import artifact_directory
+from tasks._plots import LENGTHS_FILE
 from tasks.tokenize import make_tokenizer, share_cores, tokenize_key
+from tests.data._files import write_tokens
 from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 
 
@@ -75,3 +80,18 @@ def test_a_vocabulary_without_the_tokens_of_fim_is_refused_before_it_is_used(
         make_tokenizer.fn(config(tokenizer=tokenizer), ())
         with pytest.raises(ConfigError, match=r"^data\.fim needs the tokens <fim_prefix>, <fim_m"):
             make_tokenizer.fn(config(tokenizer=tokenizer, fim={}), ())
+
+
+def test_a_server_that_is_down_does_not_fail_a_tokenized_corpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fail(*values: object, **options: object) -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(module, "create_markdown_artifact", fail)
+    monkeypatch.setattr("prefect.get_run_logger", lambda: logging.getLogger("test"))
+    write_tokens(tmp_path / TOKENS_NAMES[0], [3, 5])
+    tokens = Artifact(stage="tokenize", key="k", path=str(tmp_path), digest="", counts={})
+    module._show_lengths(config(), tokens)
+    assert (tmp_path / LENGTHS_FILE).is_file()
+    assert caplog.messages == ["the plot of the lengths was not stored: no server"]
