@@ -1,6 +1,8 @@
 """Stage `curate`: documents of a corpus that the steps of `data.curate` keep."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config import RunConfig
+from megacore.errors import ArtifactError
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build_in_shards, stage_task
 from tasks._logging import shown_in_prefect
@@ -94,7 +97,7 @@ def _show_report(curated: Artifact) -> None:
 def curation_metrics(tokens: Artifact) -> dict[str, float]:
     """Return what the curation of the tokens' sources kept and removed, for MLflow.
 
-    Sources are summed. A curated corpus that was deleted meanwhile does not count.
+    Sources are summed. A curated corpus that was deleted meanwhile or is damaged does not count.
     """
     from megacore.corpus.curate import REPORT_NAME
 
@@ -102,17 +105,23 @@ def curation_metrics(tokens: Artifact) -> dict[str, float]:
         Manifest.read(Path(prefix).parent).inputs.get("corpus")
         for prefix in token_prefixes(tokens.directory)
     }
-    for path in sorted(Workspace.of().folder("decontaminate").glob(f"*/{MANIFEST_NAME}")):
-        manifest = Manifest.read(path.parent)
+    for _, manifest in _artifacts("decontaminate"):
         if manifest.digest in digests:
             digests.add(manifest.inputs["corpus"])
     metrics: Counter[str] = Counter()
-    for path in sorted(Workspace.of().folder("curate").glob(f"*/{MANIFEST_NAME}")):
-        if Manifest.read(path.parent).digest in digests:
-            report = read_json(path.parent / REPORT_NAME)
+    for directory, manifest in _artifacts("curate"):
+        if manifest.digest in digests and (directory / REPORT_NAME).is_file():
+            report = read_json(directory / REPORT_NAME)
             for name in ("documents", "words", "bytes"):
                 for state in ("read", "kept"):
                     metrics[f"curate/{name}_{state}"] += report[name][state]
             for row in report["steps"]:
                 metrics[f"curate/removed_{row['step'].replace(' ', '_')}"] += row["removed"]
     return dict(metrics)
+
+
+def _artifacts(stage: str) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the artifacts of a stage in the workspace, also of other runs, that can be read."""
+    for path in sorted(Workspace.of().folder(stage).glob(f"*/{MANIFEST_NAME}")):
+        with suppress(ArtifactError):
+            yield path.parent, Manifest.read(path.parent)
