@@ -15,26 +15,27 @@ from tasks.contamination import contamination_summary, withheld
 from tasks.convert import convert
 from tasks.evaluate import kept_checkpoints
 from tasks.index import RunData
-from tasks.lm_eval import lm_eval_stages, lm_eval_summary
+from tasks.lm_eval import lm_eval_exports, lm_eval_stages, lm_eval_summary
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
 from tasks.push import check_push, push_stage
 from tasks.train import finished_training
-from tasks.zeroshot import zeroshot_summary
+from tasks.zeroshot import ScoredRun, zeroshot_summary
 
 
 def publication_stages(
     pipeline: StageRunner[RunConfig], trained: Artifact, data: RunData[Artifact]
 ) -> None:
     """Run the stages after a training: scores, conversion, lm-eval, publication and summary."""
-    # Another flow may extend the training meanwhile: its retention must not delete the best.
+    # Another flow may extend the training: its retention must not delete what is exported.
     with kept_checkpoints(trained.directory):
         evaluation, zero_shot = score_stages(pipeline, trained, data)
         assert evaluation is not None, "a finished training has a report"
         exported = pipeline.stage(convert, trained, evaluation, data)
+        exports = lm_eval_exports(pipeline, trained, evaluation, exported, data)
     found = pipeline.contamination
     hidden = withheld(pipeline.config, found)
-    scored = lm_eval_stages(pipeline, trained, evaluation, exported, data, hidden)
+    scored = lm_eval_stages(pipeline, exports, ScoredRun(trained.directory, True, data, hidden))
     all_scores = (*zero_shot, *scored)
     published = pipeline.stage(publish, trained, evaluation, exported, data, all_scores, found)
     pipeline.summary = outcome(

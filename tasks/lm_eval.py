@@ -1,13 +1,12 @@
 """Stage `lm-eval`: scores of exported checkpoints by lm-evaluation-harness."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import read_object, write_json
-from megacore.artifact.workspace import CHECKPOINTS_NAME, MODEL_DIRECTORY
-from megacore.checkpoint.format import MARKER_NAME
+from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.hardware import Hardware
@@ -85,32 +84,35 @@ def scores_of(artifact: Artifact, hidden: Iterable[str] = ()) -> dict[str, float
     return without_hidden(metrics_of(read_object(artifact.directory / REPORT)), hidden)
 
 
-def lm_eval_stages(
+def lm_eval_exports(
     pipeline: StageRunner[RunConfig],
     trained: Artifact,
     evaluation: Artifact,
     exported: Artifact,
     data: RunData[Artifact],
-    hidden: frozenset[str] = frozenset(),
-) -> tuple[Artifact, ...]:
-    """Score the best checkpoint, or all that are kept, each exported and scored in its own task.
+) -> dict[str, Artifact]:
+    """Return the exports to score by checkpoint, oldest first; none without tasks.
 
-    The scores of `hidden` tasks are not logged. Returns the scores by iteration, none without
-    tasks.
+    These are `exported`, or all that are kept, each exported in its own task. `kept_checkpoints`
+    must protect them.
     """
     options = pipeline.config.evaluate.lm_eval
     if not options.tasks:
-        return ()
-    run = ScoredRun(trained.directory, True, data, hidden)
-    exports = {exported.counts["checkpoint"]: exported}
-    if options.checkpoints == "all":
-        kept = trained.directory / CHECKPOINTS_NAME
-        names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
-        converted = {
-            name: pipeline.checkpoint_stage(convert, name, trained, evaluation, data, name)
-            for name in [name for name in names if (kept / name / MARKER_NAME).is_file()]
-        }
-        exports = {name: result.artifact for name, result in converted.items() if result}
+        return {}
+    if options.checkpoints == "best":
+        return {exported.counts["checkpoint"]: exported}
+    names = [row["checkpoint"] for row in read_evaluation(evaluation)["checkpoints"]]
+    converted = {
+        name: pipeline.checkpoint_stage(convert, name, trained, evaluation, data, name)
+        for name in names
+    }
+    return {name: result.artifact for name, result in converted.items() if result}
+
+
+def lm_eval_stages(
+    pipeline: StageRunner[RunConfig], exports: Mapping[str, Artifact], run: ScoredRun
+) -> tuple[Artifact, ...]:
+    """Score each export in its own task, and return the scores in the same order."""
     results = [
         pipeline.checkpoint_stage(lm_eval, name, export, run) for name, export in exports.items()
     ]
