@@ -147,7 +147,7 @@ def warn_of_other_runs(config: RunConfig) -> None:
     if config.resume.checkpoint is not None:
         return
     newest: tuple[float, Path, list[Change], str | None] | None = None
-    for job, saved_config in _runs_of_name(config.name):
+    for started, checkpoint, saved_config in _runs_of_name(config.name):
         keyed = [
             change
             for change in compare_configurations(saved_config, config, another_run=True)
@@ -156,9 +156,8 @@ def warn_of_other_runs(config: RunConfig) -> None:
         origin = saved_config.get("resume", {}).get("checkpoint")
         if not keyed and origin is None:
             return  # the same run
-        checkpoint = max(complete_checkpoints(job.parent / CHECKPOINTS_NAME), default=None)
-        if checkpoint is not None and (newest is None or job.stat().st_mtime > newest[0]):
-            newest = (job.stat().st_mtime, checkpoint, keyed, origin)
+        if checkpoint is not None and (newest is None or started > newest[0]):
+            newest = (started, checkpoint, keyed, origin)
     if newest is not None:
         get_run_logger().warning("this is a new run: %s", _resume_advice(config, *newest[1:]))
 
@@ -172,12 +171,11 @@ def warn_of_other_data(config: RunConfig, directory: Path) -> None:
     if config.resume.checkpoint is not None or complete_checkpoints(directory / CHECKPOINTS_NAME):
         return
     newest: tuple[float, Path] | None = None
-    for job, saved_config in _runs_of_name(config.name):
+    for started, checkpoint, saved_config in _runs_of_name(config.name):
         changes = compare_configurations(saved_config, config, another_run=True)
         begun = saved_config.get("resume", {}).get("checkpoint") is None
-        checkpoint = max(complete_checkpoints(job.parent / CHECKPOINTS_NAME), default=None)
         if begun and checkpoint is not None and not any(change.keyed for change in changes):
-            newest = max(newest or (0.0, checkpoint), (job.stat().st_mtime, checkpoint))
+            newest = max(newest or (0.0, checkpoint), (started, checkpoint))
     if newest is not None:
         get_run_logger().warning(
             "this is a new run, although %s has the same configuration: the data, the tokenizer "
@@ -224,12 +222,14 @@ def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
     return True
 
 
-def _runs_of_name(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the job file and the configuration of each run with this name."""
+def _runs_of_name(name: str) -> Iterator[tuple[float, Path | None, dict[str, Any]]]:
+    """Yield last start, newest complete checkpoint and configuration of the runs with this name."""
     for job in Workspace.of().folder("train").glob("*/run.json"):
         try:
-            saved_config = read_json(job)["config"]
-            if saved_config["name"] == name:
-                yield job, saved_config
+            started, saved_config = job.stat().st_mtime, read_json(job)["config"]
+            if saved_config["name"] != name:
+                continue
         except (FileAccessError, OSError, ValueError, KeyError, TypeError):
-            continue  # an unreadable job file is reported by its own run
+            continue  # it was deleted meanwhile, or is damaged, which its own run reports
+        checkpoints = complete_checkpoints(job.parent / CHECKPOINTS_NAME)
+        yield started, max(checkpoints, default=None), saved_config

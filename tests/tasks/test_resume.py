@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import write_json
-from megacore.checkpoint.format import Marker
+from megacore.checkpoint.format import Marker, complete_checkpoints
 from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
@@ -151,6 +152,24 @@ def test_new_run_logs_the_differing_run_and_how_to_resume_it(
     warn_of_other_runs(changed(optim={"lr": 0.5}).model_copy(update={"name": "another"}))
     warn_of_other_runs(changed(optim={"lr": 0.5}, resume={"checkpoint": str(path)}))
     assert log.text == ""
+
+
+def test_run_that_is_deleted_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    run = tmp_path / "runs" / "0123456789abcdef"
+    checkpoint(run / "checkpoints/iter_0000004", make_config(), 4)
+    write_json(run / "run.json", {"config": make_config().model_dump(mode="json")})
+
+    def list_then_delete(root: Path) -> dict[Path, Marker]:
+        listed = complete_checkpoints(root)
+        shutil.rmtree(run)
+        return listed
+
+    monkeypatch.setattr(_resume, "complete_checkpoints", list_then_delete)
+    warn_of_other_runs(changed(optim={"lr": 0.5}))
+    assert "this is a new run" in log.text
 
 
 def test_restart_of_a_resumed_run_logs_how_to_resume_it(
