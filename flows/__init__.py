@@ -16,21 +16,25 @@ def report_uncaught(
         sys.__excepthook__(kind, error, trace)
 
 
+def _prepare() -> None:
+    """Prepare the process for the import of Prefect, or end it with a user error."""
+    from megacore.errors import MegacoreError
+    from megacore.observe.logging import prepare_output
+    from tasks._environment import prepare_environment
+    from tasks._logging import shorten_user_errors
+    from tasks._temporary_server import GC_THRESHOLDS
+
+    prepare_output()
+    gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
+    atexit.register(gc.freeze)  # nothing needs to be collected when the process ends
+    try:
+        prepare_environment()
+        shorten_user_errors()
+    except MegacoreError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(error.exit_code) from None
+
+
 if sys.argv[0] == "-m":  # for `python -m flows.…`, which is looked up now, not in a worker
     sys.excepthook = report_uncaught
-
-from megacore.errors import MegacoreError  # noqa: E402
-from megacore.observe.logging import prepare_output  # noqa: E402
-from tasks._environment import prepare_environment  # noqa: E402
-from tasks._logging import shorten_user_errors  # noqa: E402
-from tasks._temporary_server import GC_THRESHOLDS  # noqa: E402
-
-prepare_output()
-gc.set_threshold(*GC_THRESHOLDS)  # before Prefect is imported
-atexit.register(gc.freeze)  # nothing needs to be collected when the process ends
-try:
-    prepare_environment()
-    shorten_user_errors()
-except MegacoreError as error:
-    sys.stderr.write(f"error: {error}\n")
-    raise SystemExit(error.exit_code) from None
+_prepare()

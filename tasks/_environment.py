@@ -22,8 +22,6 @@ _PREFECT_DATABASES = {
     "PREFECT_API_DATABASE_DRIVER",
 }
 """Variables by which a user chooses Prefect's database."""
-
-
 _LOOPBACK = ("127.0.0.1", "localhost")
 _PLAIN_SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///(/[^?%:]+)")
 """URL of an absolute path without characters that have a meaning in URLs."""

@@ -11,6 +11,7 @@ from megacore.artifact.files import read_json
 from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
+from megacore.checkpoint.spec import check_same_model, read_spec
 from megacore.config import RunConfig
 from megacore.config.difference import (
     OPTIMIZER,
@@ -20,6 +21,7 @@ from megacore.config.difference import (
     compare_configurations,
     described,
 )
+from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError, ConfigError, FileAccessError
 
 if TYPE_CHECKING:
@@ -106,9 +108,6 @@ def check_resumed(config: RunConfig) -> None:
 
     Raises ConfigError, CheckpointError.
     """
-    from megacore.checkpoint.spec import check_same_model, read_spec
-    from megacore.config.spec import ModelSpec
-
     if resumed_digest(config) is None:
         return
     path = Path(str(config.resume.checkpoint))
@@ -133,8 +132,17 @@ def check_resumed(config: RunConfig) -> None:
         )
         if warmup is not None:
             get_run_logger().warning("%s", warmup)
-    spec = read_spec(path)
-    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size))
+    check_model(path, config)
+
+
+def check_model(checkpoint: Path, config: RunConfig, *, extends: bool = False) -> None:
+    """Refuse a checkpoint of another model than the configuration's.
+
+    Its vocabulary is compared with the tokenizer when training starts. `extends` is True for a new
+    training, whose sequences may be longer than the checkpoint's. Raises CheckpointError.
+    """
+    spec = read_spec(checkpoint)
+    check_same_model(checkpoint, spec, ModelSpec.of(config, spec.vocab_size), extends=extends)
 
 
 def warn_of_other_runs(config: RunConfig) -> None:
@@ -211,12 +219,8 @@ def _resume_advice(
 
 
 def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
-    from megacore.checkpoint.spec import check_same_model, read_spec
-    from megacore.config.spec import ModelSpec
-
     try:
-        spec = read_spec(checkpoint)
-        check_same_model(checkpoint, spec, ModelSpec.of(config, spec.vocab_size))
+        check_model(checkpoint, config)
     except CheckpointError:
         return False
     return True

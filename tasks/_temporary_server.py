@@ -221,14 +221,7 @@ class TemporaryServer:
         raise RuntimeError(f"Prefect's temporary server at {self.address} does not answer{reason}")
 
     def _is_healthy(self) -> bool:
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
-        with (
-            contextlib.closing(connection),
-            contextlib.suppress(OSError, http.client.HTTPException),
-        ):
-            connection.request("GET", "/api/health")
-            return connection.getresponse().status == http.client.OK
-        return False
+        return self._answer("GET", "/api/health") is not None
 
     def wait_for_records(self, task_runs: Collection[str], deadline: float) -> None:
         """Wait until the database has the final states of task runs, given by their ids.
@@ -248,15 +241,22 @@ class TemporaryServer:
         """Return the number of task runs that a filter finds, None without an answer."""
         login = base64.b64encode(os.environ.get("PREFECT_API_AUTH_STRING", "").encode()).decode()
         headers = {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
+        body = json.dumps({"task_runs": query})
+        count = self._answer("POST", "/api/task_runs/count", body, headers)
+        return int(count) if count is not None and count.isdigit() else None
+
+    def _answer(
+        self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] = {}
+    ) -> bytes | None:
+        """Return the content of the server's answer, or None if it does not answer with 200."""
         connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
         with (
             contextlib.closing(connection),
-            contextlib.suppress(OSError, http.client.HTTPException, ValueError),
+            contextlib.suppress(OSError, http.client.HTTPException),
         ):
-            body = json.dumps({"task_runs": query})
-            connection.request("POST", "/api/task_runs/count", body, headers)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            return int(answer.read()) if answer.status == http.client.OK else None
+            return answer.read() if answer.status == http.client.OK else None
         return None
 
     def _run_uvicorn_command(self) -> "subprocess.Popen[bytes]":

@@ -13,13 +13,18 @@ from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of
 from megacore.artifact.workspace import CHECKPOINTS_NAME, RUN_FILE
+from megacore.checkpoint.format import complete_checkpoints, verify
 from megacore.checkpoint.retain import remove_stale
+from megacore.checkpoint.spec import read_spec
+from megacore.cluster.hosts.elastic import choose_hosts
+from megacore.cluster.hosts.hardware import hardware_of
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.spec import SpecialTokens
 from megacore.config.train import Precision
 from megacore.errors import ArtifactError, ConfigError, MegacoreError, WorkspaceError
 from megacore.jobs.run import Job, TrainJob
+from megacore.plan.preflight import checkpoints_on_disk, resolve_launch
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_problem, stage_task
@@ -28,6 +33,7 @@ from tasks._doctor import check_hosts
 from tasks._live_run import watched
 from tasks._mlflow import RunFacts
 from tasks._resume import (
+    check_model,
     planned_before,
     pretrained_digest,
     resumed_digest,
@@ -69,8 +75,6 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
 
 def precision_of(config: RunConfig) -> Precision:
     """Return the compute type of the run on its hosts, which are asked only for `auto`."""
-    from megacore.cluster.hosts.hardware import hardware_of
-
     precision = config.train.precision
     if precision != "auto":
         return precision
@@ -80,17 +84,10 @@ def precision_of(config: RunConfig) -> Precision:
 def check_pretrained(config: RunConfig) -> None:
     """Refuse, before anything runs, a pretrained checkpoint that is missing or does not fit.
 
-    A checkpoint of another architecture does not fit. Its vocabulary is compared with the tokenizer
-    when training starts. Raises ConfigError, CheckpointError.
+    A checkpoint of another architecture does not fit. Raises ConfigError, CheckpointError.
     """
-    from megacore.checkpoint.spec import check_same_model, read_spec
-    from megacore.config.spec import ModelSpec
-
-    if pretrained_digest(config) is None:
-        return
-    path = Path(str(config.train.pretrained_checkpoint))
-    spec = read_spec(path)
-    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size), extends=True)
+    if pretrained_digest(config) is not None:
+        check_model(Path(str(config.train.pretrained_checkpoint)), config, extends=True)
 
 
 def train_key(config: RunConfig, data: RunData[Artifact]) -> StageKey:
@@ -138,8 +135,6 @@ def planned_order(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> i
 
 def training_problem(config: RunConfig, data: RunData[Artifact]) -> str | None:
     """Return in one clause why the run must be trained (further); None if it is complete."""
-    from megacore.checkpoint.format import verify
-
     directory = training_directory(config, data)
     key, target = train_key(config, data), config.train.train_iters
     problem = artifact_problem(key, config, directory)
@@ -189,8 +184,6 @@ def train(config: RunConfig, data: RunData[Artifact]) -> StageResult:
 
 
 def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
-    from megacore.checkpoint.format import complete_checkpoints
-
     target = config.train.train_iters
     for path, marker in complete_checkpoints(directory / CHECKPOINTS_NAME).items():
         if marker.iteration > target:
@@ -246,9 +239,6 @@ def _require_checkpoint_space(config: RunConfig, directory: Path, vocab_size: in
 
     Raises WorkspaceError, FileAccessError.
     """
-    from megacore.checkpoint.format import complete_checkpoints
-    from megacore.plan.preflight import checkpoints_on_disk
-
     number, size = checkpoints_on_disk(config, vocab_size)
     checkpoints = directory / CHECKPOINTS_NAME
     # Stale ones, such as one whose deletion failed, do not count: they are no room.
@@ -300,10 +290,6 @@ def make_job(config: RunConfig, directory: Path, data: RunData[Artifact]) -> Job
 
     Raises ParallelLayoutError, and LaunchError when too few hosts of an elastic run answer.
     """
-    from megacore.cluster.hosts.elastic import choose_hosts
-    from megacore.cluster.hosts.hardware import hardware_of
-    from megacore.plan.preflight import resolve_launch
-
     vocab_size = data.tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
     ranks, threads = resolve_launch(config, hardware_of(config.launch), vocab_size, hosts=hosts)
@@ -343,8 +329,6 @@ def job_of(
 
 def _special_tokens(config: RunConfig, tokenizer: Artifact) -> SpecialTokens:
     """Return the tokenizer's special tokens, and begin and ends of the model that is continued."""
-    from megacore.checkpoint.spec import read_spec
-
     tokens = SpecialTokens.model_validate(tokenizer.counts["special_tokens"])
     earlier = config.resume.checkpoint or config.train.pretrained_checkpoint
     if earlier is None:
@@ -362,8 +346,6 @@ def _planned_samples(config: RunConfig, directory: Path) -> int:
 
 def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict[str, Any]:
     """Return the counts of a training's manifest: iterations, tokens, epochs and checkpoints."""
-    from megacore.checkpoint.format import complete_checkpoints
-
     checkpoints = [
         {
             "iteration": marker.iteration,

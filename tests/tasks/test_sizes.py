@@ -8,7 +8,6 @@ from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.artifact.build import seal
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
-from megacore.cluster.hosts import hardware
 from megacore.config import RunConfig
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ParallelLayoutError, WorkspaceError
@@ -52,7 +51,7 @@ def test_only_complete_checkpoints_are_subtracted_from_the_room_for_all(
         (directory / "__0_0.distcp").write_bytes(bytes(40))
     Marker(4, None, {"__0_0.distcp": FileRecord.of(complete / "__0_0.distcp")}).write(complete)
     needed: list[int] = []
-    monkeypatch.setattr("megacore.plan.preflight.checkpoints_on_disk", lambda *values: (3, 100))
+    monkeypatch.setattr("tasks.train.checkpoints_on_disk", lambda *values: (3, 100))
     monkeypatch.setattr("tasks.train.require_space", lambda path, size, why: needed.append(size))
     train._require_checkpoint_space(make_config(), tmp_path, 128)
     assert needed == [300 - 40]
@@ -159,7 +158,7 @@ def test_other_hosts_are_asked_only_for_the_precision_auto(
         asked.append(launch)
         return Hardware(8, 2**33, native_bf16=True, host="worker-1")
 
-    monkeypatch.setattr(hardware, "hardware_of", answer)
+    monkeypatch.setattr(train, "hardware_of", answer)
     config = tensor_parallel_config()
     fixed = config.model_copy(
         update={"train": config.train.model_copy(update={"precision": "fp16"})}
