@@ -30,7 +30,7 @@ from megacore.artifact.files import (
     workspace_errors,
     write_json,
 )
-from megacore.errors import FileAccessError, TrackingError, WorkspaceError
+from megacore.errors import FileAccessError, TrackingError, WorkspaceError, one_line
 from megacore.hardware import installed_version
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
@@ -342,7 +342,7 @@ class Tracking:
             if file is not None and (fault := database_fault("MLflow", file, str(error))):
                 raise WorkspaceError(fault) from error
             # After the first line, SQLAlchemy shows the whole statement.
-            reason = redact(" ".join(str(error).partition("[SQL:")[0].split()))[:500]
+            reason = redact(one_line(str(error).partition("[SQL:")[0]))[:500]
             remedy = "check that it is up (MLFLOW_TRACKING_URI names another one), then start again"
             if file is not None and any(each in reason for each in _DAMAGED):
                 remedy = (

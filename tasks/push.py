@@ -17,7 +17,7 @@ from megacore.config.keys import key_parameters
 from megacore.config.train import HubConfig
 from megacore.corpus.fetch import first_sentence
 from megacore.corpus.hub import broken_connections
-from megacore.errors import ConfigError, HubError
+from megacore.errors import ConfigError, HubError, one_line
 from tasks._cache import StageResult, build, stage_task
 from tasks._logging import shown_in_prefect
 from tasks._mlflow import Tracking
@@ -161,8 +161,7 @@ def _hub_errors(repository: str, endpoint: str) -> Iterator[None]:
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        reason = error.server_message or first_sentence(error)
-        reason = " ".join(reason.split()).rstrip(". ")
+        reason = one_line(error.server_message or first_sentence(error)).rstrip(". ")
         if status >= 500 or status in _PASSING:
             raise HubError(f"{subject} answered {status} ({reason}): start again later") from error
         advice = {

@@ -37,7 +37,7 @@ from megacore.convert.key_map import (
 )
 from megacore.convert.megatron.args import usual_divisor
 from megacore.convert.source import Foreign
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import CheckpointError, ConversionError, one_line
 
 CONFIG_NAME = "model_config.json"
 METADATA_NAME = "checkpoint_metadata.json"
@@ -173,7 +173,7 @@ def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
         tokens = SpecialTokens(eod=eod if known else None)
         return ModelSpec(family="gpt", model=model, vocab_size=vocabulary, special_tokens=tokens)
     except (ValidationError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise CheckpointError(
             f"{where / CONFIG_NAME} describes no model: {reason}: use another checkpoint"
         ) from error
@@ -231,7 +231,7 @@ def _part(path: Path) -> _Part:
         )
         return _Part(path, dtype, shape, slices)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        reason = " ".join(reason_of(error).split())[:200]
+        reason = one_line(reason_of(error), 200)
         raise CheckpointError(
             f"{path} cannot be read ({reason}): use another checkpoint"
         ) from error

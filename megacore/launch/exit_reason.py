@@ -136,13 +136,13 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
     try:
         yield
     except TrainingStoppedError as stop:
-        sys.stderr.write(f"{_one_line(stop)}\n")
+        sys.stderr.write(f"{_cut(stop)}\n")
         if not _write_or_say(directory, rank, stop):
             raise SystemExit(stop.exit_code) from stop
     except Exception as error:
         with contextlib.suppress(OSError):  # stderr may be a file on a full disk
             if isinstance(typed := _typed(error)[0], WorkspaceError):
-                sys.stderr.write(f"{_one_line(typed)}\n")  # it says where
+                sys.stderr.write(f"{_cut(typed)}\n")  # it says where
             else:
                 traceback.print_exception(error)
         _write_or_say(directory, rank, error)
@@ -189,7 +189,7 @@ def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> boo
     except (OSError, MegacoreError) as unwritable:  # a full disk may be the very reason
         reason = json.dumps(asdict(ExitReason.of(rank, error))).encode("ascii")
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{_one_line(unwritable)}\n")
+            sys.stderr.write(f"{_cut(unwritable)}\n")
             sys.stderr.flush()
             os.write(2, b"\n" + REASON_MARK + reason + b"\n")
         return False
@@ -253,7 +253,7 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
         or _telling_line(error, NO_GPU_MEMORY)
     ):
         return MemoryExhaustedError(
-            f"out of memory ({_one_line(error)}): lower train.micro_batch_size or data.seq_length, "
+            f"out of memory ({_cut(error)}): lower train.micro_batch_size or data.seq_length, "
             "or set train.recompute: full"
         ), False
     if isinstance(error, OSError):
@@ -270,9 +270,9 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
             "(dmesg), and if it fails again, leave out the GPU or the host"
         ), False
     if _is_lost_peer(error):
-        return RankLostError(f"lost another rank: {_one_line(error)}"), True
+        return RankLostError(f"lost another rank: {_cut(error)}"), True
     return TrainingError(
-        f"{type(error).__name__}: {_one_line(error)}; the traceback is in the log"
+        f"{type(error).__name__}: {_cut(error)}; the traceback is in the log"
     ), False
 
 
@@ -301,6 +301,6 @@ def _is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def _one_line(error: BaseException) -> str:
+def _cut(error: BaseException) -> str:
     text = one_line(error)
     return text if len(text) <= _LINE else f"{text[:_LINE]}…"

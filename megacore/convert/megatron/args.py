@@ -15,7 +15,7 @@ from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
-from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError
+from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError, one_line
 
 ACTIVATIONS = {"gelu_tanh", "gelu", "swiglu"}
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -320,7 +320,7 @@ def spec_of(
             tokenizer_directory=_tokenizer_directory(args),
         )
     except (ValidationError, TypeError, ValueError, ArithmeticError) as error:
-        reason = " ".join(_reason(error).split())[:300]
+        reason = one_line(_reason(error), 300)
         raise CheckpointError(
             f"args of {where} describe no model: {reason}: use another checkpoint"
         ) from error
