@@ -29,7 +29,7 @@ LOST_TAG = "lost_to"
 """Tag with the number of the version that keeps an alias, because its metric is not worse."""
 _LENGTH = 12
 """Hex digits of the digest of test data, which is also part of an alias."""
-_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's codes for a missing model and for a missing alias."""
 
 
@@ -186,7 +186,7 @@ def _holder(tracking: Tracking, name: str, alias: str) -> "ModelVersion | None":
     try:
         return tracking.client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
-        if error.error_code in _ABSENT:
+        if error.error_code in ABSENT:
             return None
         raise
 

@@ -15,7 +15,9 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ArtifactError, ConfigError
 from megacore.finetune.pretrained import CONFIG_NAME, LINEAGE_NAME, local_directory
 from megacore.redact import redact
+from tasks._aliases import ABSENT
 from tasks._mlflow import Tracking
+from tasks._registry import CONTENT_TAG, DIGEST_TAG, MODEL_TAG, model_digest
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -129,8 +131,6 @@ def note_parent(artifact: Path, parent: Parent) -> None:
 
 
 def _of_version(model: str, version: "ModelVersion") -> Parent:
-    from tasks._registry import DIGEST_TAG, MODEL_TAG
-
     return Parent(
         model=model,
         name=version.name,
@@ -162,7 +162,7 @@ def _registered(config: FinetuneConfig) -> "ModelVersion":
                 return client.get_model_version_by_alias(name, match["alias"])
             return client.get_model_version(name, match["version"])
         except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            if error.error_code not in ABSENT:
                 raise
         names = [model.name for model in client.search_registered_models(max_results=_NAMED)]
     raise ConfigError(
@@ -222,8 +222,6 @@ def _export_digest(directory: Path) -> str | None:
 
 def _version_of_export(tracking: Tracking, export: Path, digest: str) -> "ModelVersion | None":
     """Return the version that was published from an export, or from another with the same model."""
-    from tasks._registry import CONTENT_TAG, DIGEST_TAG, model_digest
-
     if not tracking.exists:
         return None
     with tracking.errors("look up the model of an export"):

@@ -123,12 +123,7 @@ def show_config(config: FlowConfig) -> None:
     store_config(config)
     values = redact_values(config.model_dump(mode="json", exclude_unset=True))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    Output().print(
-        f"configuration {config.name}, merged, without defaults:\n\n{text}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    Output().print_text(f"configuration {config.name}, merged, without defaults:\n\n{text}")
 
 
 def show_plan(
@@ -155,10 +150,10 @@ def show_plan(
         table.add_row(*row.values())
     console = Output()
     console.print(table)
-    console.print(cost, soft_wrap=True, highlight=False, markup=False)
+    console.print_text(cost)
     if warning is not None:
-        console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
+        console.print_text(f"warning: {warning}")
     if refusal is not None:
         raise refusal
     for line in commands():
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print_text(line)

@@ -27,7 +27,8 @@ _SMOOTH_SPAN = 0.01
 _SMOOTH_LEAST = 300
 _WIDE_RANGE = 30.0
 _MARKED_POINTS = 60
-_MARGIN = 1.03
+MARGIN = 1.03
+"""Length of the horizontal axis, relative to the last point."""
 
 
 @dataclass
@@ -143,7 +144,7 @@ def _figure(title: str, label: str, last: int, per_iteration: float) -> "tuple[F
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("iteration")
     axes.set_ylabel(label)
-    axes.set_xlim(0, max(1, last) * _MARGIN)
+    axes.set_xlim(0, max(1, last) * MARGIN)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)

@@ -25,6 +25,7 @@ from megacore.plan.search import search_around
 from megacore.plan.throughput import planned_iteration
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._plots import (
+    MARGIN,
     MOST_POINTS,
     SMOOTH_COLOR,
     VALID_COLOR,
@@ -59,7 +60,6 @@ _GRID_COLOR = "#e3e6ea"
 _SIZE = (10.3, 4.5)
 """Size in inches; a column of the page shows a point of the figure as a pixel."""
 _MARGINS = {"left": 0.09, "right": 0.985, "bottom": 0.125, "top": 0.865, "hspace": 0.16}
-_MARGIN = 1.03
 _MOST_MARKS = 400
 _NAMED_ATTEMPTS = 8
 _LATE = 0.85
@@ -378,7 +378,7 @@ def _attempts(history: RunHistory) -> Chart | None:
     length, name = duration_unit(end - begin)
     share = max(2, MOST_POINTS // len(history.attempts))
     with _bare_figure() as (figure, (axes,)):
-        limit = max(1.0, (end - begin) / length) * _MARGIN
+        limit = max(1.0, (end - begin) / length) * MARGIN
         axes.set_xlim(0, limit)
         for index, attempt in enumerate(history.attempts):
             start = (attempt.start - begin) / length
@@ -438,7 +438,7 @@ def _figure(history: RunHistory, panels: int = 1) -> "Iterator[tuple[Figure, Seq
 
     with _bare_figure(panels) as (figure, all_axes):
         for axes in all_axes:
-            axes.set_xlim(0, max(1, history.tokens) * _MARGIN)
+            axes.set_xlim(0, max(1, history.tokens) * MARGIN)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
             for attempt in history.attempts[1:][:_MOST_MARKS]:

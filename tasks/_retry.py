@@ -15,6 +15,7 @@ from prefect.runtime import task_run
 from megacore.artifact import lock
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME, STOP_FILE
+from megacore.checkpoint.format import complete_checkpoints
 from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     MegacoreError,
@@ -94,8 +95,6 @@ class Failures:
 
 def newest_iteration(run_directory: Path) -> int:
     """Return the iteration of the newest complete checkpoint, 0 without one."""
-    from megacore.checkpoint.format import complete_checkpoints
-
     markers = complete_checkpoints(run_directory / CHECKPOINTS_NAME).values()
     return max((marker.iteration for marker in markers), default=0)
 

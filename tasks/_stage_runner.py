@@ -247,6 +247,10 @@ class Output(Console):
             self.quiet = True
             _log.warning(output_fault(error) or str(error))
 
+    def print_text(self, text: str) -> None:
+        """Print text as it is, without wrapping and colors."""
+        self.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def on_broken_pipe(self) -> None:
         """Print no more. Rich would end the process."""
         self.quiet = True

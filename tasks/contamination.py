@@ -15,6 +15,7 @@ from megacore.artifact import Artifact, StageKey
 from megacore.artifact.files import read_object, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.corpus.curate_job import CurateOptions
 from tasks._cache import StageResult, build, build_in_shards, stage_task
 from tasks._logging import shown_in_prefect
 from tasks._stage_runner import StageRunner
@@ -114,9 +115,7 @@ def decontaminate(
     return build_in_shards(config, key, fill, writes=lambda: corpus.counts["bytes"])
 
 
-def _options(config: RunConfig) -> Any:
-    from megacore.corpus.curate_job import CurateOptions
-
+def _options(config: RunConfig) -> CurateOptions:
     return CurateOptions(
         on_bad_line=config.data.on_bad_line,
         document_bytes=config.data.max_document_bytes,

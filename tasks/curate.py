@@ -12,7 +12,11 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.cluster.executors import executor_of
 from megacore.config import RunConfig
+from megacore.corpus.curate import REPORT_NAME, curate_corpus, needed_bytes
+from megacore.corpus.curate_job import VERSION, CurateOptions, fingerprint
+from megacore.corpus.curate_report import report_text
 from megacore.errors import ArtifactError
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build_in_shards, stage_task
@@ -25,8 +29,6 @@ def curate_key(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...
     `earlier` holds the curated corpora of the sources whose duplicates are removed. Raises
     ConfigError.
     """
-    from megacore.corpus.curate_job import VERSION, fingerprint
-
     data = config.data
     parameters = {
         "steps": fingerprint(data.curate),
@@ -40,10 +42,6 @@ def curate_key(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...
 @stage_task("curate", curate_key)
 def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = ()) -> StageResult:
     """Curate the documents of a corpus in shards."""
-    from megacore.cluster.executors import executor_of
-    from megacore.corpus.curate import curate_corpus, needed_bytes
-    from megacore.corpus.curate_job import CurateOptions
-
     data = config.data
     executor = executor_of(data.curate_executor, data.curate_workers, get_run_logger().info)
     options = CurateOptions(
@@ -75,9 +73,6 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
 
 def _show_report(curated: Artifact) -> None:
     """Show the report with the task run: a table of the steps, and all of it as markdown."""
-    from megacore.corpus.curate import REPORT_NAME
-    from megacore.corpus.curate_report import report_text
-
     report = read_json(curated.directory / REPORT_NAME)
     rows = [
         {
@@ -99,8 +94,6 @@ def curation_metrics(tokens: Artifact) -> dict[str, float]:
 
     Sources are summed. A curated corpus that was deleted meanwhile or is damaged does not count.
     """
-    from megacore.corpus.curate import REPORT_NAME
-
     digests = {
         Manifest.read(Path(prefix).parent).inputs.get("corpus")
         for prefix in token_prefixes(tokens.directory)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prefect import get_run_logger
 
@@ -16,15 +16,14 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.blend_schedule import blend_steps
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
+from megacore.data.blend import temperature_weights
+from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Member, Mixture, WeightStep
 from megacore.errors import ArtifactError
 from megacore.plan.epochs import Epochs, measured_epochs
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
 from tasks._mlflow import Dataset
 from tasks._resume import resumed_state
-
-if TYPE_CHECKING:
-    from megacore.data.index_options import IndexOptions, Mixture
 
 Item = TypeVar("Item")
 
@@ -79,10 +78,9 @@ def index_split(config: RunConfig) -> str | None:
     return None if config.data.split_blends is not None else config.data.split_weights
 
 
-def index_options(config: RunConfig) -> "IndexOptions":
+def index_options(config: RunConfig) -> IndexOptions:
     """Return the options that determine the maps, in addition to tokens and number of samples."""
     from megacore.data.build import sentence_options
-    from megacore.data.index_options import IndexOptions
 
     data = config.data
     return IndexOptions(
@@ -97,11 +95,8 @@ def index_options(config: RunConfig) -> "IndexOptions":
     )
 
 
-def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
+def mixture(config: RunConfig, tokens: Artifact) -> Mixture:
     """Return the data sets of each split, with their weights."""
-    from megacore.data.blend import temperature_weights
-    from megacore.data.index_options import Member, Mixture, WeightStep
-
     data = config.data
     prefixes = dict(zip(data.sources, token_prefixes(tokens.directory), strict=True))
 
@@ -177,8 +172,6 @@ def split_datasets(config: RunConfig, data: RunData[Artifact]) -> dict[str, Data
 
     The digest of a split does not depend on the number of iterations.
     """
-    from megacore.data.index_options import SPLIT_NAMES
-
     tokens, datasets = data.tokens, {}
     for split in SPLIT_NAMES:
         content = [split, split_data(config), split_digests(config, tokens, split)]

@@ -25,8 +25,10 @@ from tasks._checkpoint_models import (
     log_scores,
 )
 from tasks._mlflow import STORE_ERRORS, Tracking
+from tasks._plots import LENGTHS_FILE, plot_run
 from tasks._publication import REPORT, build_publication, publication_check, result_lines
 from tasks._registry import publish_model
+from tasks._run_history import RunHistory
 from tasks._stage_runner import numbered
 from tasks.contamination import REPORT as CONTAMINATION
 from tasks.contamination import contamination_metrics, contamination_rows, withheld
@@ -134,9 +136,7 @@ def publish(
 
 def _send(config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs) -> dict[str, str]:
     """Write the report, send what MLflow lacks, and register the model; return the receipt."""
-    from tasks._plots import plot_run
     from tasks._report import write_report
-    from tasks._run_history import RunHistory
 
     trained, evaluation, export = inputs.trained, inputs.evaluation, inputs.export
     tokens, contamination = inputs.data.tokens, inputs.contamination
@@ -248,8 +248,6 @@ def _send_contamination(
 
 def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
     """Copy the plots of document lengths from the tokenize stages, numbered if several."""
-    from tasks._plots import LENGTHS_FILE
-
     pictures = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
     copies = []
     for number, picture in enumerate(pictures):

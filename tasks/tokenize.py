@@ -21,16 +21,26 @@ from megacore.artifact.build import remove_tree
 from megacore.config import RunConfig
 from megacore.config.data import DataConfig, TrainedTokenizer, holds_tokens
 from megacore.config.keys import key_parameters
+from megacore.config.spec import SpecialTokens
+from megacore.corpus.documents import read_sources
+from megacore.corpus.segments import Segment, divide, segments
 from megacore.errors import ConfigError, WorkerLostError
 from megacore.launch.workers import WorkerPool
 from megacore.plan.epochs import BYTES_PER_TOKEN
-from megacore.token_files.indexed_dataset import token_prefixes
+from megacore.token_files.indexed_dataset import (
+    BLEND_VERSION,
+    UINT16_LIMIT,
+    IndexedDataset,
+    token_prefixes,
+    write_members,
+)
+from megacore.tokenizer.vocabulary import check_roles
 from tasks._cache import StageResult, artifact_directory, build, stage_task
 from tasks._logging import shown_in_prefect
+from tasks._plots import LENGTHS_FILE
 from tasks._retry import retry_delays
 
 if TYPE_CHECKING:
-    from megacore.corpus.segments import Segment
     from megacore.tokenizer.tokenize import TokenizeOptions
 
 MB = 1_000_000
@@ -54,11 +64,9 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
 
     Raises ConfigError if it lacks a token that the samples need.
     """
-    from megacore.config.spec import SpecialTokens
     from megacore.data.fim import special_ids
     from megacore.tokenizer import load_tokenizer
     from megacore.tokenizer.build import build_tokenizer
-    from megacore.tokenizer.vocabulary import check_roles
 
     def fill(directory: Path) -> dict[str, Any]:
         directories = [corpus.directory for corpus in corpora]
@@ -179,8 +187,6 @@ def tokenize(
 
 def _needs_shards(config: RunConfig, corpus: Artifact) -> bool:
     """Return True if the corpus is text and larger than `data.shard_mb`."""
-    from megacore.corpus.documents import read_sources
-
     limit = config.data.shard_mb
     if limit is None or corpus.counts["bytes"] <= limit * MB:
         return False
@@ -196,8 +202,6 @@ def _written_bytes(
     Files that the corpus only refers to may be compressed, or hold more than the text. The tokens
     are there up to three times at once: in shards, joined, and shuffled.
     """
-    from megacore.token_files.indexed_dataset import UINT16_LIMIT
-
     kind = Manifest.read(corpus.directory).parameters.get("kind")
     if corpus.stage not in ("curate", "decontaminate") and kind not in _TEXT_KINDS:
         return 0
@@ -213,8 +217,6 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
     The plot is no part of the artifact, because its bytes depend on the plotting library.
     """
     from megacore.inspect.tokens import draw_lengths
-    from megacore.token_files.indexed_dataset import IndexedDataset
-    from tasks._plots import LENGTHS_FILE
 
     (prefix,) = token_prefixes(tokens.directory)
     picture = tokens.directory / LENGTHS_FILE
@@ -244,8 +246,6 @@ def tokenize_in_shards(
     The artifacts of the shards are added to `shards`. When shards fail, the others are finished
     first, and the next run reuses them. Raises the first failed shard's error.
     """
-    from megacore.corpus.documents import read_sources
-    from megacore.corpus.segments import divide, segments
     from megacore.tokenizer.tokenize import merge_shards
 
     assert config.data.shard_mb is not None
@@ -348,7 +348,7 @@ def shard_key(
     corpus: Artifact,
     tokenizer: Artifact,
     punkt: Artifact | None,
-    shard: "tuple[Segment, ...]",
+    shard: tuple[Segment, ...],
 ) -> StageKey:
     """Return the key of one shard: the corpus's key with the file segments that the shard reads."""
     corpus_key = tokenize_key(config, corpus, tokenizer, punkt)
@@ -369,10 +369,9 @@ def tokenize_shard(
     corpus: Artifact,
     tokenizer: Artifact,
     punkt: Artifact | None,
-    shard: "tuple[Segment, ...]",
+    shard: tuple[Segment, ...],
 ) -> StageResult:
     """Write a part of a corpus as `.bin`/`.idx`."""
-    from megacore.corpus.documents import read_sources
     from megacore.tokenizer import tokenize as tokens
 
     paths = {part.path for part in shard}
@@ -407,8 +406,6 @@ def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
 
     The weights belong to the index maps.
     """
-    from megacore.token_files.indexed_dataset import BLEND_VERSION
-
     inputs = {f"member_{number}": member for number, member in enumerate(members)}
     return StageKey.of("blend", BLEND_VERSION, key_parameters(config, "blend"), **inputs)
 
@@ -416,8 +413,6 @@ def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
 @stage_task("blend", blend_key)
 def blend(config: RunConfig, members: tuple[Artifact, ...]) -> StageResult:
     """Collect the token files of all sources under one artifact."""
-    from megacore.token_files.indexed_dataset import write_members
-
     key = blend_key(config, members)
 
     def fill(directory: Path) -> dict[str, Any]:
