@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -254,6 +254,12 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Print no more. Rich would end the process."""
         self.quiet = True
+
+
+def summary_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return the lines of a markdown table; all columns but the first are right-aligned."""
+    ruler = ["---", *["---:"] * (len(titles) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ruler, *rows)]
 
 
 def store_config(config: FlowConfig) -> None:

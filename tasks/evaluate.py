@@ -38,7 +38,7 @@ from tasks._devices import devices
 from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
 from tasks._monitor import LogTail, log_tail
 from tasks._perplexity import PerplexityTable
-from tasks._stage_runner import DELETED, StageRunner
+from tasks._stage_runner import DELETED, StageRunner, summary_table
 from tasks.index import RunData, held_out_digest, split_data, split_datasets, split_digests
 from tasks.train import make_job
 
@@ -454,15 +454,11 @@ def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> d
 
 def evaluation_summary(report: dict[str, Any]) -> str:
     """Return the perplexities of each checkpoint as a markdown table."""
-    lines = ["| checkpoint, best first | validation PPL | test PPL |", "| --- | ---: | ---: |"]
-    lines += [
-        f"| {row['checkpoint']} | {short_number(row['valid_ppl'])} | "
-        f"{short_number(row['test_ppl'])} |"
-        for row in sorted(report["checkpoints"], key=lambda row: row["valid_ppl"])
-    ]
-    unigram = report["unigram"]
-    baseline = f"{short_number(unigram['valid'])} | {short_number(unigram['test'])}"
-    lines.append(f"| unigram model | {baseline} |")
+    ranked = sorted(report["checkpoints"], key=lambda row: row["valid_ppl"])
+    measured = [(row["checkpoint"], row["valid_ppl"], row["test_ppl"]) for row in ranked]
+    measured.append(("unigram model", report["unigram"]["valid"], report["unigram"]["test"]))
+    rows = [(name, short_number(valid), short_number(test)) for name, valid, test in measured]
+    lines = summary_table(("checkpoint, best first", "validation PPL", "test PPL"), rows)
     disagreements = [row["disagreement"] for row in report["checkpoints"] if row["disagreement"]]
     lines += ["", *disagreements] if disagreements else []
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from megacore.zeroshot.harness import harness_version, metrics_of, task_files
 from tasks._cache import StageResult, build, fresh_scratch, stage_task
 from tasks._devices import devices
 from tasks._monitor import log_tail
-from tasks._stage_runner import StageRunner
+from tasks._stage_runner import StageRunner, summary_table
 from tasks.convert import convert
 from tasks.evaluate import read_evaluation
 from tasks.index import RunData
@@ -125,9 +125,9 @@ def lm_eval_summary(scored: Sequence[Artifact], hidden: Iterable[str] = ()) -> s
     if not any(rows.values()):
         return ""
     names = list(dict.fromkeys(name for scores in rows.values() for name in scores))
-    titles = (name.removeprefix("lm_eval/").replace("/", " ") for name in names)
-    lines = ["", f"| lm-eval | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(names)}"]
-    for checkpoint, scores in rows.items():
-        cells = (f"{scores[name]:.4g}" if name in scores else "–" for name in names)
-        lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    titles = [name.removeprefix("lm_eval/").replace("/", " ") for name in names]
+    cells = [
+        (checkpoint, *(f"{scores[name]:.4g}" if name in scores else "–" for name in names))
+        for checkpoint, scores in rows.items()
+    ]
+    return "\n".join(["", *summary_table(["lm-eval", *titles], cells)]) + "\n"

@@ -29,7 +29,7 @@ from tasks._devices import devices
 from tasks._mlflow import Tracking, end_trained_run, recorded_run_id
 from tasks._mlflow_events import Forwarder
 from tasks._monitor import log_tail
-from tasks._stage_runner import StageRunner
+from tasks._stage_runner import StageRunner, summary_table
 from tasks.evaluate import Target, unless_deleted
 from tasks.index import RunData
 from tasks.train import precision_of, run_facts
@@ -242,16 +242,9 @@ def zeroshot_summary(scored: Sequence[Artifact], hidden: Iterable[str] = ()) -> 
     rows = [_columns(shown_scores(artifact, hidden)) for artifact in scored]
     if not any(rows):
         return ""
-    lines = [
-        "",
-        f"| zero-shot | {' | '.join(rows[0])} |",
-        f"| --- |{' ---: |' * len(rows[0])}",
-        *(
-            f"| {artifact.counts['checkpoint']} | {' | '.join(row.values())} |"
-            for artifact, row in zip(scored, rows, strict=True)
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    names = [artifact.counts["checkpoint"] for artifact in scored]
+    cells = [(name, *row.values()) for name, row in zip(names, rows, strict=True)]
+    return "\n".join(["", *summary_table(["zero-shot", *rows[0]], cells)]) + "\n"
 
 
 def _columns(scores: dict[str, dict[str, Any]]) -> dict[str, str]:
