@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.errors import LaunchError
+from megacore.paths import exists
 
 DEVICE_VARIABLE = "MEGACORE_DEVICE"
 """Variable that tells a rank the device of its job: "cuda", or unset for the one that it finds."""
@@ -325,7 +326,7 @@ def memory_limit(
         The limit, or None if there is none.
     """
     limits = []
-    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+    for line in groups.read_text(encoding="utf-8").splitlines() if exists(groups) else ():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             tree, name = root, "memory.max"

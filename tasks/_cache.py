@@ -25,6 +25,7 @@ from megacore.artifact.manifest import depth_of
 from megacore.artifact.workspace import FOLDERS, workspace_root
 from megacore.errors import ArtifactError, MegacoreError
 from megacore.observe.logging import counted
+from megacore.paths import exists
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
 
@@ -72,7 +73,7 @@ def artifact_problem(
 ) -> str | None:
     """Return in one clause why the artifact cannot be used, or None if it can."""
     directory = directory or artifact_directory(key)
-    if not directory.exists():
+    if not exists(directory):
         return "it was not built yet"
     try:
         manifest = Manifest.read(directory)
@@ -122,7 +123,7 @@ class ArtifactPolicy(CachePolicy):
         record = f"{task_ctx.task.name}-{key.key}"
         path = Path(PREFECT_LOCAL_STORAGE_PATH.value()) / record
         try:
-            if path.exists():
+            if exists(path):
                 problem = self._checked(**inputs)
                 if problem:
                     logger.warning("%s runs again: %s", task_ctx.task.name, problem)
@@ -139,7 +140,7 @@ class ArtifactPolicy(CachePolicy):
             return self.check(config=config, **inputs)
         key = self.key_of(config=config, **inputs)
         directory = artifact_directory(key)
-        if not directory.exists():
+        if not exists(directory):
             return artifact_problem(key, config)
         with try_lock(directory, shared=True) as free:
             if not free:  # the task waits for it
@@ -248,7 +249,7 @@ def build_in_shards(
         owner.parent.mkdir(parents=True, exist_ok=True)
         with lock(owner, on_wait=get_run_logger().info):
             result = build(config, key, lambda directory: fill(directory, work), writes=writes)
-            if work.exists():
+            if exists(work):
                 shutil.rmtree(work)
     return result
 

@@ -10,6 +10,7 @@ from megacore.config.hostfile import hosts_of
 from megacore.errors import LaunchError
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import Job
+from megacore.paths import is_file
 
 if TYPE_CHECKING:
     from tasks._mlflow import Tracking
@@ -68,7 +69,7 @@ def send_preflight(tracking: "Tracking", run_id: str, run_directory: Path) -> No
     Raises TrackingError.
     """
     path = run_directory / PREFLIGHT_FILE
-    if not path.is_file():
+    if not is_file(path):
         return
     digest = file_digest(path)
     with tracking.errors("take the doctor's report"):

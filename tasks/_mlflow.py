@@ -32,6 +32,7 @@ from megacore.artifact.files import (
 )
 from megacore.errors import FileAccessError, TrackingError, WorkspaceError, one_line
 from megacore.hardware import installed_version
+from megacore.paths import exists, glob
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
 from tasks._environment import sqlite_file, sqlite_url, tracking_uri
@@ -186,7 +187,7 @@ class Tracking:
     def exists(self) -> bool:
         """True unless the store is a SQLite file that does not exist, and so has no runs."""
         file = sqlite_file(self.uri)
-        return file is None or file.exists()
+        return file is None or exists(file)
 
     @cached_property
     def client(self) -> "MlflowClient":
@@ -304,7 +305,7 @@ class Tracking:
         except OSError:
             return None
         logs = (file.with_name(f"{file.name}-{ending}") for ending in ("journal", "wal"))
-        if header[:16] != _SQLITE or header[18:20] != _ROLLBACK or any(map(Path.exists, logs)):
+        if header[:16] != _SQLITE or header[18:20] != _ROLLBACK or any(map(exists, logs)):
             return None
         view = hashlib.sha256(canonical_json(_VIEW_STATE)).hexdigest()
         programs = [versions().get(f"version.{package}") for package in ("mlflow", "megacore")]
@@ -373,13 +374,13 @@ def create_store(uri: str) -> None:
     then renamed.
     """
     path = sqlite_file(uri)
-    if path is None or path.exists():
+    if path is None or exists(path):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with lock(path):
-        if path.exists():
+        if exists(path):
             return
-        for stale in path.parent.glob(f"{path.name}.tmp-*"):
+        for stale in glob(path.parent, f"{path.name}.tmp-*"):
             stale.unlink()
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine

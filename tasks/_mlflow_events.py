@@ -22,6 +22,7 @@ from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader, Iterations
 from megacore.observe.logging import perplexity
+from megacore.paths import exists, is_file
 from tasks._checkpoint_models import (
     POSITION_PREFIXES,
     ensure_checkpoint_model,
@@ -470,7 +471,7 @@ class Forwarder:
             identity = (event["kind"], int(event["iteration"]))
             if identity not in self._seen:
                 self._seen.add(*identity)
-        self._doubt_end = self._events.stat().st_size if self._events.exists() else 0
+        self._doubt_end = self._events.stat().st_size if exists(self._events) else 0
         self._history = {}
         self._run_id = run_id
 
@@ -517,7 +518,7 @@ class Forwarder:
         A file that no longer exists is left out.
         """
         assert self._run_id is not None
-        if path.is_file():
+        if is_file(path):
             self.tracking.client.log_artifact(self._run_id, str(path), folder)
         else:
             _log.warning("%s is not there any more: MLflow does not get it", path)

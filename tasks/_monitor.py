@@ -24,6 +24,7 @@ from megacore.artifact.files import access_errors
 from megacore.errors import MegacoreError
 from megacore.observe.events import EventReader, end_of_lines
 from megacore.observe.logging import short_number
+from megacore.paths import exists
 from tasks._logging import shown_in_prefect
 from tasks._perplexity import PerplexityTable
 
@@ -45,11 +46,11 @@ class LogTail:
     def __init__(self, path: Path, emit: Callable[[str], None]) -> None:
         self.path = path
         self.emit = emit
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if exists(path) else 0
 
     def poll(self) -> None:
         """Emit the complete lines written since the last call."""
-        if not self.path.exists():
+        if not exists(self.path):
             return
         with open(self.path, "rb") as file:
             file.seek(self._offset)
@@ -68,7 +69,7 @@ def log_tail(path: Path) -> LogTail:
 
 def _end_of_events(path: Path) -> int:
     """Return the offset after the last complete event, to hide events of earlier attempts."""
-    if not path.exists():
+    if not exists(path):
         return 0
     with access_errors(path), open(path, "rb") as file:
         return end_of_lines(file)
@@ -231,7 +232,7 @@ class TrainingMonitor:
 
     def _read(self) -> None:
         self.log.poll()
-        if self.events.exists():
+        if exists(self.events):
             for event, offset in EventReader(self.events, self._offset):
                 self._offset = offset
                 self._show(event)

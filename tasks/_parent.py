@@ -14,6 +14,7 @@ from megacore.artifact.workspace import DOWNLOADS, MODEL_DIRECTORY
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ArtifactError, ConfigError
 from megacore.finetune.pretrained import CONFIG_NAME, LINEAGE_NAME, local_directory
+from megacore.paths import is_dir, is_file
 from megacore.redact import redact
 from tasks._aliases import ABSENT
 from tasks._mlflow import Tracking
@@ -93,7 +94,7 @@ def parent_directory(config: FinetuneConfig) -> Path | None:
         else _downloaded(config, version, location)
     )
     for candidate in (root / MODEL_DIRECTORY, root):
-        if (candidate / CONFIG_NAME).is_file():
+        if is_file(candidate / CONFIG_NAME):
             return candidate
     raise ConfigError(
         f"model.path is {config.model.path}, whose files at {redact(location)} have no "
@@ -192,7 +193,7 @@ def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) 
     with workspace_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with lock(target):
-            if not target.is_dir():
+            if not is_dir(target):
                 temporary = target.with_name(f"{target.name}.tmp")
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
@@ -204,15 +205,13 @@ def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) 
                     )
                 sync_tree(temporary)
                 temporary.rename(target)
-    inner = [
-        path for path in target.iterdir() if path.is_dir() and (path / MODEL_DIRECTORY).is_dir()
-    ]
+    inner = [path for path in target.iterdir() if is_dir(path) and is_dir(path / MODEL_DIRECTORY)]
     return inner[0] if len(inner) == 1 else target
 
 
 def _export_digest(directory: Path) -> str | None:
     """Return the digest of the export whose `model/` is `directory`; None for other directories."""
-    if directory.name != MODEL_DIRECTORY or not (directory.parent / MANIFEST_NAME).is_file():
+    if directory.name != MODEL_DIRECTORY or not is_file(directory.parent / MANIFEST_NAME):
         return None
     try:
         return Manifest.read(directory.parent).digest

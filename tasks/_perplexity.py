@@ -15,6 +15,7 @@ from prefect.events import emit_event
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.observe.events import EventReader
 from megacore.observe.logging import short_number
+from megacore.paths import exists
 from tasks._logging import shown_in_prefect
 
 KEY = "perplexity"
@@ -59,7 +60,7 @@ class PerplexityTable:
         self._rows: dict[int, Measured] = {}
         self._artifact: Any = None
         events = run_directory / EVENTS_FILE
-        if events.exists():
+        if exists(events):
             for event, _ in EventReader(events, kinds=("perplexity",)):
                 self._set(event)
 

@@ -12,6 +12,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import StageKey
 from megacore.artifact.files import read_object, workspace_errors, write_json
+from megacore.paths import is_file
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
 from tasks._cache import KeyFunction, StageResult, artifact_directory, artifact_problem, build
@@ -122,7 +123,7 @@ def result_lines(
         f"- run: `{run_directory}`",
         *mlflow_lines(tracking, receipt),
     ]
-    if report.is_file():
+    if is_file(report):
         lines.append(f"- report: `{report}`")
         server = shown_by(tracking)
         if server is not None:

@@ -24,6 +24,7 @@ from megacore.artifact.files import canonical_json, read_object
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.artifact.workspace import MODEL_DIRECTORY, PARITY_FILE, SAMPLE_FILE
 from megacore.errors import ConversionError
+from megacore.paths import is_file, rglob
 from tasks._aliases import Measurement, move_aliases
 from tasks._checkpoint_models import Datasets, link_model, log_model_metrics, logged_point
 from tasks._mlflow import Tracking
@@ -186,7 +187,7 @@ def model_digest(export_directory: Path) -> str:
     """
     files = (
         Manifest.read(export_directory).files
-        if (export_directory / MANIFEST_NAME).is_file()
+        if is_file(export_directory / MANIFEST_NAME)
         else list_files(export_directory, f"{MODEL_DIRECTORY}/**/*")
     )
     content = {
@@ -200,7 +201,7 @@ def model_digest(export_directory: Path) -> str:
 def _check_export(directory: Path) -> None:
     model = directory / MODEL_DIRECTORY
     required = [*(directory / name for name in REPORT_FILES), model / "config.json"]
-    missing = [path for path in required if not path.is_file()]
+    missing = [path for path in required if not is_file(path)]
     if missing:
         raise ConversionError(
             f"{missing[0]} is missing: delete {directory} to export the model again"
@@ -229,7 +230,7 @@ def _ensure_model(
         model_type=MODEL_TYPE,
     )
     if model.status == "READY" and _has_files(tracking, model.model_id):
-        if (directory / _CARD).is_file():
+        if is_file(directory / _CARD):
             tracking.client.log_model_artifact(
                 model.model_id, str(directory / _CARD), directory.name
             )
@@ -313,7 +314,7 @@ def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
     client, model_id = tracking.client, model.model_id
     client.log_model_artifacts(model_id, str(directory), "model")
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.name not in _CONFIGS and not path.name.endswith(_NO_TOKENIZER):
+        if is_file(path) and path.name not in _CONFIGS and not path.name.endswith(_NO_TOKENIZER):
             client.log_model_artifact(model_id, str(path), "components/tokenizer")
 
 
@@ -332,7 +333,7 @@ def _model_files(model: "LoggedModel", directory: Path, pairs: bool) -> dict[str
     from mlflow.models import Model
 
     task = task_of(directory)
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in rglob(directory, "*") if is_file(path))
     description = Model(
         artifact_path=model.artifact_location,
         run_id=model.source_run_id,

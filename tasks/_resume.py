@@ -23,6 +23,7 @@ from megacore.config.difference import (
 )
 from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError, ConfigError, FileAccessError
+from megacore.paths import glob, is_file
 
 if TYPE_CHECKING:
     from megacore.train.state import TrainState
@@ -39,7 +40,7 @@ def checkpoint_digest(option: str, checkpoint: str | None) -> str | None:
     if checkpoint is None:
         return None
     marker = Path(checkpoint) / MARKER_NAME
-    if not marker.is_file():
+    if not is_file(marker):
         raise ConfigError(
             f"{option} is {checkpoint}, which has no {MARKER_NAME}: give the directory of a "
             "complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
@@ -228,7 +229,7 @@ def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
 
 def _runs_of_name(name: str) -> Iterator[tuple[float, Path | None, dict[str, Any]]]:
     """Yield last start, newest complete checkpoint and configuration of the runs with this name."""
-    for job in Workspace.of().folder("train").glob("*/run.json"):
+    for job in glob(Workspace.of().folder("train"), "*/run.json"):
         try:
             started, saved_config = job.stat().st_mtime, read_json(job)["config"]
             if saved_config["name"] != name:

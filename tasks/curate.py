@@ -18,6 +18,7 @@ from megacore.corpus.curate import REPORT_NAME, curate_corpus, needed_bytes
 from megacore.corpus.curate_job import VERSION, CurateOptions, fingerprint
 from megacore.corpus.curate_report import report_text
 from megacore.errors import ArtifactError
+from megacore.paths import glob, is_file
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build_in_shards, stage_task
 from tasks._logging import shown_in_prefect
@@ -103,7 +104,7 @@ def curation_metrics(tokens: Artifact) -> dict[str, float]:
             digests.add(manifest.inputs["corpus"])
     metrics: Counter[str] = Counter()
     for directory, manifest in _artifacts("curate"):
-        if manifest.digest in digests and (directory / REPORT_NAME).is_file():
+        if manifest.digest in digests and is_file(directory / REPORT_NAME):
             report = read_json(directory / REPORT_NAME)
             for name in ("documents", "words", "bytes"):
                 for state in ("read", "kept"):
@@ -115,6 +116,6 @@ def curation_metrics(tokens: Artifact) -> dict[str, float]:
 
 def _artifacts(stage: str) -> Iterator[tuple[Path, Manifest]]:
     """Yield the artifacts of a stage in the workspace, also of other runs, that can be read."""
-    for path in sorted(Workspace.of().folder(stage).glob(f"*/{MANIFEST_NAME}")):
+    for path in sorted(glob(Workspace.of().folder(stage), f"*/{MANIFEST_NAME}")):
         with suppress(ArtifactError):
             yield path.parent, Manifest.read(path.parent)

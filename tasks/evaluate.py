@@ -30,6 +30,7 @@ from megacore.errors import (
 )
 from megacore.jobs.run import EvaluateJob
 from megacore.observe.logging import short_number
+from megacore.paths import exists, is_file
 from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
 from tasks._cache import StageResult, artifact_problem, build, fresh_scratch, stage_task
@@ -67,7 +68,7 @@ class Target:
     @property
     def exists(self) -> bool:
         """False if retention deleted the checkpoint."""
-        return not self.path or Path(self.path, MARKER_NAME).is_file()
+        return not self.path or is_file(Path(self.path, MARKER_NAME))
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -153,9 +154,9 @@ class Scoring:
             self._join()
             self._start(target)
         path = result_file(self._output, target.name)
-        while not path.exists():
+        while not exists(path):
             ended = self._thread is None or not self._thread.is_alive()
-            if ended and not path.exists():
+            if ended and not exists(path):
                 self._fail(target)
             self._poll_log()
             time.sleep(_POLL)

@@ -18,6 +18,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, check_warmup, resolve_ranks
+from megacore.paths import glob
 from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
 from megacore.plan.throughput import SECONDS_PER_DAY
@@ -136,7 +137,7 @@ def parameter_count(directory: Path) -> int:
 
     Without weights, estimate them from the shape in its configuration.
     """
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(glob(directory, "*.safetensors"))
     if files:
         return sum(map(_numbers, files))
     config = read_object(directory / "config.json")

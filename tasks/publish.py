@@ -15,6 +15,7 @@ from megacore.artifact.workspace import EVENTS_FILE, SAMPLE_FILE
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.observe.logging import short_number
+from megacore.paths import exists
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, fresh_scratch, stage_task
@@ -251,7 +252,7 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
     pictures = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
     copies = []
     for number, picture in enumerate(pictures):
-        if picture.exists():
+        if exists(picture):
             stem = numbered(picture.stem, number).replace(" ", "-")
             copies.append(Path(shutil.copy(picture, scratch / f"{stem}{picture.suffix}")))
     return copies

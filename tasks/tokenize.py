@@ -26,6 +26,7 @@ from megacore.corpus.documents import read_sources
 from megacore.corpus.segments import Segment, divide, segments
 from megacore.errors import ConfigError, WorkerLostError
 from megacore.launch.workers import WorkerPool
+from megacore.paths import exists
 from megacore.plan.epochs import BYTES_PER_TOKEN
 from megacore.token_files.indexed_dataset import (
     BLEND_VERSION,
@@ -103,7 +104,7 @@ def share_cores(
     # Ready-made token files are linked, without work.
     sizes = [
         0
-        if holds_tokens(source) or artifact_directory(tokenize_key(config, *each)).exists()
+        if holds_tokens(source) or exists(artifact_directory(tokenize_key(config, *each)))
         else each[0].counts["bytes"]
         for source, each in zip(data.sources, inputs, strict=True)
     ]

@@ -17,6 +17,7 @@ from megacore.adopt.words import Word
 from megacore.artifact.files import parse_json, read_bytes
 from megacore.errors import ConfigError
 from megacore.foreign.files import YAML_BYTES, leaves, parse_yaml
+from megacore.paths import is_file
 
 PROGRAMS = ("megatron", "megatron-deepspeed", "neox", "nanotron", "accelerate", "deepspeed")
 TRAINING = re.compile(r"(pretrain_(?:gpt|bert|t5|hybrid|mamba))(?:\.py)?$")
@@ -164,7 +165,7 @@ def _is_script(path: Path) -> bool:
         return True
     if path.suffix in (".json", ".yml", ".yaml"):
         return False
-    return path.is_file() and path.read_bytes()[:2] == b"#!"
+    return is_file(path) and path.read_bytes()[:2] == b"#!"
 
 
 def _content(path: Path) -> tuple[Any, dict[str, int]]:

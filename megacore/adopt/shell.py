@@ -27,6 +27,7 @@ from megacore.adopt.words import (
 from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError
 from megacore.foreign.files import nearest
+from megacore.paths import is_file
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
@@ -538,7 +539,7 @@ class _Reader:
         clean = re.sub(r"\$\{?\w+\}?|\$\(.*?\)|`.*?`", "", name).lstrip("/")
         for candidate in (Path(name), self.path.parent / clean, self.path.parent / Path(name).name):
             with contextlib.suppress(OSError, ValueError):
-                if candidate.is_file():
+                if is_file(candidate):
                     return candidate
         return None
 

@@ -26,6 +26,7 @@ from megacore.artifact.files import (
 )
 from megacore.artifact.manifest import Manifest, list_files, verified_record
 from megacore.errors import ArtifactError, MemoryExhaustedError, WorkspaceError
+from megacore.paths import exists, glob
 
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of a file system that has no locks."""
@@ -127,14 +128,14 @@ def build_artifact(
     with workspace_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with lock(target, holder=holder, on_wait=on_wait):
-            if target.exists():
+            if exists(target):
                 try:
                     artifact = open_artifact(target, verify)
                     mark_used(target)
                     return artifact, False
                 except ArtifactError:
                     remove_tree(target)
-            for stale in folder.glob(f"{key.key}.tmp-*"):
+            for stale in glob(folder, f"{key.key}.tmp-*"):
                 shutil.rmtree(stale)
             temporary = temporary_of(target)
             temporary.mkdir()
@@ -320,7 +321,7 @@ def _holder_of(file: TextIO) -> str:
         return "another process"
     place = f"process {pid} on {host}, since {since}"
     name = f"{holder} ({place})" if holder else place
-    if host == socket.gethostname() and not Path("/proc", str(pid)).exists():
+    if host == socket.gethostname() and not exists(Path("/proc", str(pid))):
         return f"a process that {name} started before it was killed"
     return name
 

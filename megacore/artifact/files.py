@@ -5,7 +5,6 @@ reader has limits, so that a damaged or hostile file gives one error, not a full
 """
 
 import errno
-import glob
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -24,6 +24,7 @@ from megacore.errors import (
     TransientFileError,
     WorkspaceError,
 )
+from megacore.paths import exists, glob, is_dir, is_symlink
 
 Record = TypeVar("Record")
 _NO_FILES = (
@@ -464,7 +465,7 @@ def free_text(path: Path) -> str:
 
 
 def _existing_directory(path: Path) -> Path:
-    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return next(each for each in (path, *path.absolute().parents) if is_dir(each))
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
@@ -502,9 +503,9 @@ def staged(output: Path) -> Iterator[Path]:
     """
     check_output(output)
     # A rename would not follow a link.
-    target = Path(os.path.realpath(output)) if output.is_symlink() else output.absolute()
+    target = Path(os.path.realpath(output)) if is_symlink(output) else output.absolute()
     staging = temporary_of(target)
-    missing_parents = [path for path in target.parents if not path.exists()]
+    missing_parents = [path for path in target.parents if not exists(path)]
     with workspace_errors(target, "give another --output"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -512,7 +513,7 @@ def staged(output: Path) -> Iterator[Path]:
             staging.mkdir()
         except OSError as error:
             _remove_empty(missing_parents)
-            if isinstance(error, FileExistsError) and staging.exists():  # process ids of containers
+            if isinstance(error, FileExistsError) and exists(staging):  # process ids of containers
                 raise WorkspaceError(
                     f"--output {output} cannot be made, for {staging} is there, which a process "
                     "with the same number has left, or writes on another machine: remove it if "
@@ -542,12 +543,12 @@ def check_output(output: Path) -> None:
     which the shell would lose.
     """
     for place in (output.absolute(), *output.absolute().parents):
-        if place.exists() and not place.is_dir():
+        if exists(place) and not is_dir(place):
             raise ConfigError(f"{place} is a file: give another --output")
-    if output.is_dir() and any(output.iterdir()):
+    if is_dir(output) and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty: give another --output, or remove it")
     target = output.absolute()
-    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+    if is_dir(target) and (target.is_mount() or target.samefile(os.curdir)):
         what = "a mount point" if target.is_mount() else "the working directory"
         raise ConfigError(
             f"{target} is {what}, which a finished output cannot replace: give a new "
@@ -558,17 +559,17 @@ def check_output(output: Path) -> None:
 def _remove_empty(directories: Sequence[Path]) -> None:
     """Remove the empty directories among `directories`, given innermost first."""
     for path in directories:
-        if path.is_dir() and not any(path.iterdir()):
+        if is_dir(path) and not any(path.iterdir()):
             path.rmdir()
 
 
 def remove_dead_temporaries(target: Path) -> None:
     """Remove `<target>.tmp-<pid>` files and directories of processes that have ended."""
-    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
+    for path in glob(target.absolute().parent, f"{escape(target.name)}.tmp-*"):
         pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
+        if pid.isdecimal() and exists("/proc") and not exists(Path("/proc", pid)):
             with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if is_dir(path) else path.unlink()
 
 
 def link_or_copy(path: Path, target: Path) -> None:

@@ -34,6 +34,7 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.errors import ArtifactError, FileAccessError, MegacoreError
+from megacore.paths import glob, is_file
 from megacore.redact import redact_values
 
 MANIFEST_NAME = "manifest.json"
@@ -181,9 +182,9 @@ def list_files(directory: Path, pattern: str = "**/*") -> dict[str, FileEntry]:
     Those in temporary directories are left out: a failed deletion may have left one behind.
     """
     entries: dict[str, FileEntry] = {}
-    for path in sorted(directory.glob(pattern)):
+    for path in sorted(glob(directory, pattern)):
         name = path.relative_to(directory)
-        if path == directory / MANIFEST_NAME or not path.is_file():
+        if path == directory / MANIFEST_NAME or not is_file(path):
             continue
         if any(TEMPORARY in part for part in name.parts[:-1]):
             continue
@@ -228,7 +229,7 @@ class FirstRead:
             log: callback for a message with its arguments, as of a logger.
         """
         self._directories = [
-            path for path in dict.fromkeys(directories) if (path / MANIFEST_NAME).is_file()
+            path for path in dict.fromkeys(directories) if is_file(path / MANIFEST_NAME)
         ]
         self._log = log
         self._abandoned = threading.Event()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import WorkspaceError
+from megacore.paths import exists, is_dir, is_symlink
 
 FOLDERS = {
     "collect": "corpora",
@@ -109,7 +110,7 @@ class Workspace:
         probe = root / f".write-test-{os.getpid()}-{threading.get_ident()}"
         try:
             with workspace_errors(root):
-                if os.path.lexists(root) and not root.is_dir():
+                if os.path.lexists(root) and not is_dir(root):
                     raise WorkspaceError(
                         f"workspace {root} is {kind_of(root)}: set MEGACORE_WORKSPACE to a "
                         "directory"
@@ -129,7 +130,7 @@ class Workspace:
             ) from error
         for name in (*dict.fromkeys(FOLDERS.values()), *_OTHER_FOLDERS):
             folder = root / name
-            if os.path.lexists(folder) and not folder.is_dir():
+            if os.path.lexists(folder) and not is_dir(folder):
                 raise WorkspaceError(
                     f"{folder} is {kind_of(folder)}, and the workspace needs a directory there: "
                     "move it away, or set MEGACORE_WORKSPACE to another directory"
@@ -158,4 +159,4 @@ class Workspace:
 
 def kind_of(path: Path) -> str:
     """Return what is at a path that is no directory, as a message names it."""
-    return "a link to a missing directory" if path.is_symlink() and not path.exists() else "a file"
+    return "a link to a missing directory" if is_symlink(path) and not exists(path) else "a file"

@@ -39,6 +39,7 @@ from megacore.errors import (
     LaunchError,
     MegacoreError,
 )
+from megacore.paths import exists, is_dir, is_file
 
 T = TypeVar("T")
 _THREADS = 4
@@ -144,7 +145,7 @@ def refuse_only_damaged(root: Path, ranks: RankGroup) -> None:
     """
 
     def check() -> None:
-        damaged = [path for path in checkpoint_directories(root) if (path / MARKER_NAME).is_file()]
+        damaged = [path for path in checkpoint_directories(root) if is_file(path / MARKER_NAME)]
         if damaged:
             raise CheckpointError(
                 f"all complete checkpoints in {root} are damaged, as the warnings before this "
@@ -237,7 +238,7 @@ def writable_directory(first: Path, ranks: RankGroup) -> Path:
     must have a new name, so that a network file system has not cached it as missing. Raises
     WorkspaceError.
     """
-    if ranks.rank == 0 or first.is_dir():
+    if ranks.rank == 0 or is_dir(first):
         return first
     local_directory = first.with_name(f"{first.name}-rank{ranks.rank}")
     with workspace_errors(local_directory):
@@ -259,7 +260,7 @@ def sees_first_directory(directory: Path, ranks: RankGroup) -> bool:
         return token
 
     written = ranks.on_first(write)
-    visible = ranks.everywhere(written.exists)[ranks.rank]
+    visible = ranks.everywhere(lambda: exists(written))[ranks.rank]
     ranks.on_first(lambda: written.unlink(missing_ok=True))
     return visible
 

@@ -32,6 +32,7 @@ from megacore.artifact.build import WITHOUT_LOCKS
 from megacore.artifact.files import TEMPORARY, read_json, reason_of, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
+from megacore.paths import is_dir
 
 FORMAT_VERSION = 1
 MARKER_NAME = "complete.json"
@@ -238,7 +239,7 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
     Stale temporary directories are left out.
     """
-    if not root.is_dir():
+    if not is_dir(root):
         return []
     checkpoints = [
         (iteration, path)
@@ -404,7 +405,7 @@ def passed_over(error: CheckpointError) -> str:
 def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -> None:
     """Warn if the tracker file names a checkpoint that does not exist."""
     tracked = read_tracker(root)
-    if tracked is not None and not (root / directory_name(tracked)).is_dir():
+    if tracked is not None and not is_dir(root / directory_name(tracked)):
         log(
             f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using "
             f"{chosen or 'none'}"

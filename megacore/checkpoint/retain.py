@@ -20,6 +20,7 @@ from megacore.checkpoint.format import (
     iteration_of,
 )
 from megacore.errors import CheckpointError
+from megacore.paths import glob, is_dir
 
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
@@ -108,7 +109,7 @@ def clean_up_and_report(
     `report` records a checkpoint. If it raises CheckpointError, the checkpoint is left out: only
     sizes were checked, and resuming detects the damage and skips it. Call it on one rank.
     """
-    if root.is_dir():
+    if is_dir(root):
         remove_stale(root)
     markers = complete_checkpoints(root)
     present = {marker.iteration: path for path, marker in markers.items()}
@@ -129,7 +130,7 @@ def delete_stale(path: Path) -> bool:
     tries again at the next save or resume.
     """
     try:
-        if path.is_dir():
+        if is_dir(path):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -148,6 +149,6 @@ def remove_stale(root: Path) -> list[Path]:
     owns `root` may call it, and not during a save. One that cannot be deleted stays, with a
     warning.
     """
-    stale = [path for path in root.glob(f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
-    trackers = list(root.glob(f"{TRACKER_NAME}{STALE_SUFFIX}*"))
+    stale = [path for path in glob(root, f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
+    trackers = list(glob(root, f"{TRACKER_NAME}{STALE_SUFFIX}*"))
     return [path for path in [*stale, *trackers] if delete_stale(path)]

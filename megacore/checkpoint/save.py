@@ -53,6 +53,7 @@ from megacore.checkpoint.metadata import chunks_of, private_name
 from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
 from megacore.checkpoint.shard import DeferredTensor, SavedTensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError, MegacoreError, WorkspaceError
+from megacore.paths import exists
 
 LEAST_FILE_BYTES = 64 << 20
 """Lower bound of the size limit of a file: a rank with fewer bytes writes one file."""
@@ -434,7 +435,7 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
         sync_directory(staging)
         marker.write(staging)
         # Deletion is slow, and a crash during it would leave neither checkpoint, so it comes last.
-        replaced = rename_to_stale(target) if target.exists() else None
+        replaced = rename_to_stale(target) if exists(target) else None
         os.rename(staging, target)
         sync_directory(root)
     write_tracker(root, marker.iteration)

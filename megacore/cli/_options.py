@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from typer.core import TyperCommand
 
 from megacore.errors import ConfigError, MegacoreError
+from megacore.paths import exists, is_dir, is_file, is_symlink
 
 _OPTIONS = {
     "data.source.files": "--input",
@@ -67,13 +68,13 @@ def check_output_file(path: Path, option: str) -> None:
     A file replaces what is there, and must not replace a device, a pipe, or a link such as
     /dev/stdout.
     """
-    if path.is_dir():
+    if is_dir(path):
         raise ConfigError(f"{option} is {path}, which is a directory: give a file")
-    in_devices = path.is_symlink() and path.absolute().is_relative_to("/dev")
-    if in_devices or (path.exists() and not path.is_file()):
+    in_devices = is_symlink(path) and path.absolute().is_relative_to("/dev")
+    if in_devices or (exists(path) and not is_file(path)):
         raise ConfigError(f"{option} is {path}, which is no regular file: give a file")
     parent = path.absolute().parent
-    if not parent.is_dir():
+    if not is_dir(parent):
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
 
 
@@ -91,7 +92,7 @@ def refuse_sealed(output: Path, option: str) -> None:
         # Elsewhere a file of this name may be another program's.
         names = (MARKER_NAME, MANIFEST_NAME) if place.is_relative_to(root) else (MARKER_NAME,)
         for name in names:
-            if (place / name).is_file():
+            if is_file(place / name):
                 raise ConfigError(
                     f"{option} {output} is in {place}, whose {name} says that it is complete: "
                     f"give another {option}"

@@ -9,6 +9,7 @@ import typer
 from megacore.cli._options import refuse_sealed
 from megacore.cli._terminal import write_line
 from megacore.errors import ConfigError
+from megacore.paths import is_dir
 
 TokenizerOption = Annotated[
     Path | None,
@@ -83,7 +84,7 @@ def import_(
         if directory is None
         else f"naming the tokenizer that its files name, {directory}"
     )
-    note = "with its tokenizer" if (output / "tokenizer").is_dir() else no_tokenizer
+    note = "with its tokenizer" if is_dir(output / "tokenizer") else no_tokenizer
     write_line(f"wrote {checkpoint}: {foreign.kind}, {note}; it was not compared with its source")
     for remark in foreign.remarks:
         write_line(remark, stderr=True)

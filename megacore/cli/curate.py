@@ -13,6 +13,7 @@ import typer
 from megacore.cli._options import VariadicCommand, refuse_sealed
 from megacore.errors import ConfigError, FileAccessError, WorkspaceError
 from megacore.observe.logging import counted
+from megacore.paths import exists, is_dir, is_file
 
 
 class CurateCommand(VariadicCommand):
@@ -99,7 +100,7 @@ def curate(
     needed = needed_bytes(sum(file.size for file in files), chosen, compared)
     require_space(output, needed, "curate writes about")
     # Another command is at work, or was killed.
-    if os.path.exists(lock_file(work)) or _is_left_over(output, work):
+    if exists(lock_file(work)) or _is_left_over(output, work):
         with _work_lock(output, work):
             if _is_left_over(output, work):
                 _remove(work, output)
@@ -146,7 +147,7 @@ def _work_lock(output: Path, work: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if output.is_dir() and any(output.iterdir()):
+            if is_dir(output) and any(output.iterdir()):
                 lock_file(work).unlink(missing_ok=True)
 
 
@@ -252,7 +253,7 @@ def _earlier_sources(steps: Any, directories: list[Path]) -> list[Any]:
             "deduplication, or leave --earlier out"
         )
     for directory in directories:
-        if not (directory / "report.json").is_file():
+        if not is_file(directory / "report.json"):
             raise ConfigError(
                 f"--earlier is {directory}, which is no output of megacore curate (it has no "
                 "report.json): correct it"

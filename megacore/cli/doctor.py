@@ -9,6 +9,7 @@ import typer
 from megacore.cli._options import check_output_file
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError
+from megacore.paths import is_dir
 
 if TYPE_CHECKING:
     from megacore.config import RunConfig
@@ -130,7 +131,7 @@ def _calibrate(file: Path | None, workspace: Path | None, others: list[str]) -> 
             "of them out"
         )
     path = file or HARDWARE_DIR / LOCAL_FILE
-    if not path.absolute().parent.is_dir():
+    if not is_dir(path.absolute().parent):
         raise ConfigError(
             f"the hardware file is {path}, and its directory does not exist: make it, or name "
             "another file"

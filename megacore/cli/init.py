@@ -11,6 +11,7 @@ import typer
 
 from megacore.cli._options import check_output_file
 from megacore.errors import ConfigError
+from megacore.paths import is_dir, is_file
 
 _SCHEMA = "schema.json"
 _EDITORS = "# yaml-language-server: $schema="
@@ -58,7 +59,7 @@ def in_clone() -> bool:
     """Return True if the current directory is a clone, which has conf/ and the flows."""
     from megacore.config.load import CONF_DIR
 
-    return Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
+    return is_file("flows/pretrain.py") and is_dir(CONF_DIR)
 
 
 def clone_directory() -> Path | None:
@@ -66,7 +67,7 @@ def clone_directory() -> Path | None:
     import megacore
 
     for directory in (Path(), Path(megacore.__file__).resolve().parent.parent):
-        if (directory / "flows" / "pretrain.py").is_file():
+        if is_file(directory / "flows" / "pretrain.py"):
             return directory.absolute()
     return None
 
@@ -101,10 +102,10 @@ def _schema_line(target: Path) -> str:
     """Return a comment that names the JSON schema to editors; "" if there is none."""
     import megacore
 
-    if (target.parent / _SCHEMA).is_file():
+    if is_file(target.parent / _SCHEMA):
         return f"{_EDITORS}{_SCHEMA}\n"
     schema = Path(megacore.__file__).resolve().parent.parent / "conf" / _SCHEMA
-    return f"{_EDITORS}{schema.as_uri()}\n" if schema.is_file() else ""
+    return f"{_EDITORS}{schema.as_uri()}\n" if is_file(schema) else ""
 
 
 def next_commands(target: Path) -> str:

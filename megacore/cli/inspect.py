@@ -8,6 +8,7 @@ import typer
 
 from megacore.cli._terminal import write_json_text, write_line
 from megacore.errors import ConfigError
+from megacore.paths import exists, is_dir
 
 _PREVIEW_TOKENS = 120
 """Number of tokens to show of a document, unless it is shown in full."""
@@ -68,7 +69,7 @@ def inspect(
         _show(report, as_json, lambda: terminal.show_mixture(report))
         return
     path = named_directory(path)
-    maps = path.is_dir() and is_index_directory(path)
+    maps = is_dir(path) and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(
             f"--sample is for index maps, and {path} holds none: give the directory of `megacore "
@@ -135,7 +136,7 @@ def _is_word(path: Path) -> bool:
     """Return True if a path is the word `mixture`, and no directory or pair of token files."""
     from megacore.token_files.indexed_dataset import idx_path
 
-    return str(path) == "mixture" and not path.exists() and not idx_path(path).exists()
+    return str(path) == "mixture" and not exists(path) and not exists(idx_path(path))
 
 
 def _mixture(word: Path, of: str | None) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def _mixture(word: Path, of: str | None) -> dict[str, Any]:
             f"{word} and {of} are given: give one path, or `mixture` and a configuration or index "
             "maps"
         )
-    if Path(of).is_dir() and is_index_directory(Path(of)):
+    if is_dir(of) and is_index_directory(Path(of)):
         return mixture_of_index(Path(of))
     return mixture_of_config(load_config(of))
 

@@ -11,6 +11,7 @@ from megacore.cli._options import check_output_file, check_seed
 from megacore.cli._terminal import write_json_text, write_line, write_table
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 from megacore.observe.logging import short_number
+from megacore.paths import is_file
 
 if TYPE_CHECKING:
     from megacore.config.spec import ModelSpec
@@ -170,7 +171,7 @@ def _check_score_files(
             f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it sets"
         )
     for path in (wikitext, lambada):
-        if path is not None and not path.is_file():
+        if path is not None and not is_file(path):
             raise DataFormatError(f"{path} is no file: check the path")
     if output is not None:
         check_output_file(output, "--output")

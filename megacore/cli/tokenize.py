@@ -16,6 +16,7 @@ from megacore.cli._options import VariadicCommand, refuse_sealed
 from megacore.cli._preprocess_data import translated
 from megacore.errors import ConfigError
 from megacore.observe.logging import counted
+from megacore.paths import exists
 
 if TYPE_CHECKING:
     from megacore.config.data import ExistingTokenizer
@@ -181,7 +182,7 @@ def _separate(patterns: list[str]) -> list[str]:
     separate: list[str] = []
     for pattern in patterns:
         parts = pattern.split(",")
-        separate += parts if all(Path(part).exists() for part in parts) else [pattern]
+        separate += parts if all(exists(part) for part in parts) else [pattern]
     return separate
 
 

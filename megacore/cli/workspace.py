@@ -12,6 +12,7 @@ from megacore.artifact.workspace import workspace_root
 from megacore.cli._terminal import write_line, write_table
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.observe.logging import counted, short_number
+from megacore.paths import is_dir, is_file
 
 WorkspaceOption = Annotated[
     Path | None,
@@ -68,7 +69,7 @@ def stop(
     from megacore.artifact.workspace import RUN_FILE, STOP_FILE
     from megacore.observe.runs import find_run, is_training
 
-    is_directory = (Path(run) / RUN_FILE).is_file()
+    is_directory = is_file(Path(run) / RUN_FILE)
     directory = (
         Path(run).absolute()
         if is_directory
@@ -116,7 +117,7 @@ def clean(
 
 def _existing(workspace: Path | None) -> Workspace:
     """Return the workspace, which is not created; one given explicitly must exist."""
-    if workspace is not None and not workspace.is_dir():
+    if workspace is not None and not is_dir(workspace):
         raise WorkspaceError(f"workspace {workspace} is no directory: correct --workspace")
     return Workspace(workspace_root() if workspace is None else workspace.absolute())
 

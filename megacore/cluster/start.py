@@ -35,6 +35,7 @@ from megacore.errors import ConfigError, HostsSilentError
 from megacore.hardware import DEVICE_VARIABLE, Hardware
 from megacore.jobs.run import RankJob
 from megacore.launch.failure import REPEATS
+from megacore.paths import glob, is_file
 
 PLAN_NAME = "hosts.json"
 """Name of the plan's file, next to the job file."""
@@ -239,7 +240,7 @@ def check_launcher(launch: LaunchConfig) -> None:
         check_batch(launch)
     check_ssh(hosts_of(launch))
     _check_devices(launch)
-    if launch.ssh_config is not None and not Path(launch.ssh_config).is_file():
+    if launch.ssh_config is not None and not is_file(launch.ssh_config):
         raise ConfigError(
             f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config"
         )
@@ -311,7 +312,7 @@ def _meeting_place(directory: Path, *, shown: bool) -> Path:
     """Return a new path for the rendezvous file and remove the files of earlier attempts."""
     if shown:
         return directory / f"{_MEETING}<random>"
-    for path in directory.glob(f"{_MEETING}*"):
+    for path in glob(directory, f"{_MEETING}*"):
         path.unlink(missing_ok=True)
     return directory / f"{_MEETING}{secrets.token_hex(8)}"
 

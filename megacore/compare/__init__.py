@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
+from megacore.paths import is_file
 
 if TYPE_CHECKING:
     from megacore.compare.models import Options
@@ -41,9 +42,7 @@ def compare_paths(
     if kind not in (None, "models", "runs"):
         raise ConfigError(f"--as is {kind}: give models or runs")
     first, second = (named_directory(each, workspace) for each in (a, b))
-    lacking = [
-        name for name, place in ((a, first), (b, second)) if not (place / RUN_FILE).is_file()
-    ]
+    lacking = [name for name, place in ((a, first), (b, second)) if not is_file(place / RUN_FILE)]
     if kind == "runs" or (kind is None and not lacking):
         if lacking:
             raise ConfigError(

@@ -16,6 +16,7 @@ from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
+from megacore.paths import is_file
 
 
 class Step(NamedTuple):
@@ -164,7 +165,7 @@ def _inputs(directory: Path, job: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(directory: Path) -> str | None:
-    if not (directory / MANIFEST_NAME).is_file():
+    if not is_file(directory / MANIFEST_NAME):
         return None
     try:
         return Manifest.read(directory).digest
@@ -178,6 +179,6 @@ def checkpoint_digest(path: object) -> str | None:
         return None
     marker = Path(path) / MARKER_NAME
     try:
-        return file_digest(marker) if marker.is_file() else None
+        return file_digest(marker) if is_file(marker) else None
     except OSError:
         return None

@@ -30,6 +30,7 @@ from megacore.convert.key_map import KeyMap, LazyTensors, Shape
 from megacore.convert.model_source import find_model, transformers_directory
 from megacore.convert.source import CheckpointTensors, parameter_shapes
 from megacore.errors import CheckpointError, ConversionError, MegacoreError, listed
+from megacore.paths import is_dir, is_file
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.bias")
 """Tensors with a row per entry of the vocabulary, padded."""
@@ -141,7 +142,7 @@ def open_sides(a: Path, b: Path, held: ExitStack) -> tuple[Side, Side]:
 
 def open_side(path: Path, held: ExitStack) -> Side:
     """Open one model of any format. Raises MegacoreError."""
-    if not path.is_dir():
+    if not is_dir(path):
         raise CheckpointError(
             f"{path} is no directory: give a checkpoint, a run, or a transformers directory"
         )
@@ -195,7 +196,7 @@ def _foreign_side(path: Path, refused: CheckpointError) -> Side:
 
 
 def _tokenizer(directory: Path | None) -> Path | None:
-    there = directory is not None and any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    there = directory is not None and any(is_file(directory / name) for name in _TOKENIZER_FILES)
     return directory if there else None
 
 

@@ -8,6 +8,7 @@ from megacore.artifact.files import read_json, reason_of
 from megacore.compare.report import Finding
 from megacore.convert.tokenizers import read_tokenizer
 from megacore.errors import ConfigError, DataFormatError, MegacoreError, listed
+from megacore.paths import is_file
 from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import TOKENIZER_NAME
 
@@ -85,7 +86,7 @@ def encode(directory: Path | None, texts: Sequence[str]) -> list[list[int]]:
 
 def _json(directory: Path) -> dict[str, Any]:
     path = directory / TOKENIZER_NAME
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
         values = read_json(path)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.curate import CurateExecutor, CurateStep, LocalExecutor
+from megacore.paths import exists, is_dir
 
 OnBadLine = Literal["stop", "skip"]
 Splitter = Literal["punkt", "rules"]
@@ -291,9 +292,9 @@ class HfTokenizer(_Vocabulary):
     def local_file(self) -> Path | None:
         """Path of the local file that `name` refers to; None for a repository of the hub."""
         path = Path(self.name)
-        if path.is_dir():
+        if is_dir(path):
             return path / "tokenizer.json"
-        return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
+        return path if exists(path) or path.suffix == ".json" or path.is_absolute() else None
 
 
 SPELLINGS = {

@@ -28,6 +28,7 @@ from megacore.foreign.files import (
     read_yaml,
     shortened,
 )
+from megacore.paths import glob
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")
@@ -250,7 +251,7 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAININ
     if first_file((other_path,)) is not None and other_path.parent != conf_dir:
         hint = f"; {other_path} is one of the flow {other.flow}"
     else:
-        hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
+        hint = nearest(conf, sorted(path.stem for path in glob(conf_dir, "*.yaml")))
     raise ConfigError(
         f"no configuration named {shortened(repr(conf))}: neither that file nor "
         f"{shortened(str(conf_dir / conf))}.yaml exists{hint}"

@@ -21,6 +21,7 @@ from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
+from megacore.paths import is_file
 
 _GIVEN = "any number"
 """Marker among the allowed values of an option: any value except null."""
@@ -352,7 +353,7 @@ def _check_tokenizer(hf_class: Counterpart, tokenizer: TokenizerChoice) -> None:
 
         path = Path(tokenizer.model_file)
         # A later export does not need the file; a training without it is refused elsewhere.
-        if path.is_file() and SentencePieceModel.read(path).exported() is None:
+        if is_file(path) and SentencePieceModel.read(path).exported() is None:
             raise ConfigError(
                 "data.tokenizer is a SentencePiece model that no tokenizer.json equals, which "
                 f"transformers reads as another tokenizer for {hf_class.architecture}, so that the "

@@ -17,6 +17,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import CONFIG_NAME
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.jobs.model import ModelSource
+from megacore.paths import exists, glob, is_dir, is_file
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
 
@@ -54,10 +55,10 @@ def _with_moved_tokenizer(checkpoint: Path, spec: ModelSpec) -> ModelSpec:
     when it was written, and the workspace may have been moved since.
     """
     named = spec.tokenizer_directory
-    if named is None or Path(named).is_dir() or len(checkpoint.parents) < 4:
+    if named is None or is_dir(named) or len(checkpoint.parents) < 4:
         return spec
     moved = Workspace(checkpoint.parents[3]).folder("tokenizer") / Path(named).name
-    if not moved.is_dir():
+    if not is_dir(moved):
         return spec
     return spec.model_copy(update={"tokenizer_directory": str(moved)})
 
@@ -69,10 +70,10 @@ def transformers_directory(path: Path) -> Path | None:
     (`finetuned/KEY`).
     """
     pattern = f"{BEST_NAME}/iter_*/{MODEL_DIRECTORY}"
-    best = [place for place in path.glob(pattern) if ".tmp-" not in place.parent.name]
+    best = [place for place in glob(path, pattern) if ".tmp-" not in place.parent.name]
     places = (path, path / MODEL_DIRECTORY, *sorted(best, reverse=True))
-    models = (place for place in places if (place / CONFIG_NAME).is_file())
-    return next((place for place in models if not (place / METADATA_NAME).exists()), None)
+    models = (place for place in places if is_file(place / CONFIG_NAME))
+    return next((place for place in models if not exists(place / METADATA_NAME)), None)
 
 
 def _checkpoint(path: Path) -> Path:
@@ -81,7 +82,7 @@ def _checkpoint(path: Path) -> Path:
             f"{path} is a model of MLflow, and megacore reads directories: download it with "
             f"`mlflow artifacts download -u {path} -d DIRECTORY`, and give DIRECTORY"
         )
-    if not path.is_dir():
+    if not is_dir(path):
         raise CheckpointError(
             f"{path} is no directory: give a run that `megacore runs` lists, a checkpoint "
             "(iter_*), or a transformers directory"
@@ -97,7 +98,7 @@ def _checkpoint(path: Path) -> Path:
 
 def _refuse(root: Path, *, newest: Path) -> NoReturn:
     """Raise CheckpointError with the defect of the newest checkpoint, when none is complete."""
-    if any(newest.glob("mp_rank_*")):
+    if any(glob(newest, "mp_rank_*")):
         raise CheckpointError(
             f"{newest} is a checkpoint of Megatron-LM: make one of it with `megacore import` first"
         )
@@ -180,7 +181,7 @@ def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
         DataFormatError: if the directory does not exist or has no tokenizer.
     """
     if requested is not None:
-        if not requested.is_dir():
+        if not is_dir(requested):
             raise DataFormatError(
                 f"the tokenizer {requested} is no directory: give one with tokenizer.json"
             )
@@ -190,7 +191,7 @@ def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
         raise ConfigError(
             f"{source.directory} came without a tokenizer: give --tokenizer its directory"
         )
-    if not Path(named, TOKENIZER_CONFIG_NAME).is_file():
+    if not is_file(Path(named, TOKENIZER_CONFIG_NAME)):
         raise DataFormatError(
             f"{source.directory} names the tokenizer in {named}, where there is none: give "
             "--tokenizer its directory"

@@ -38,6 +38,7 @@ from megacore.convert.key_map import (
 from megacore.convert.megatron.args import usual_divisor
 from megacore.convert.source import Foreign
 from megacore.errors import CheckpointError, ConversionError, one_line
+from megacore.paths import is_dir, is_file, rglob
 
 CONFIG_NAME = "model_config.json"
 METADATA_NAME = "checkpoint_metadata.json"
@@ -77,10 +78,10 @@ def open_nanotron(directory: Path) -> Foreign:
     interleaved = bool(config.get("rope_interleaved", kind == "Llama"))
     tensors = _our_tensors(parameters, spec, interleaved, where)
     metadata = where / METADATA_NAME
-    step = _json(metadata).get("metas", {}) if metadata.is_file() else {}
+    step = _json(metadata).get("metas", {}) if is_file(metadata) else {}
     value = step.get("last_train_step") if isinstance(step, Mapping) else None
     iteration = value if type(value) is int and value >= 0 else 0
-    files = [path for path in (where / CONFIG_NAME, metadata) if path.is_file()]
+    files = [path for path in (where / CONFIG_NAME, metadata) if is_file(path)]
     files += [part.path for parts in parameters.values() for part in parts]
     remarks = (
         "the weights are in half precision: copies in fp32 belong to the optimizer's state, which "
@@ -99,11 +100,11 @@ def open_nanotron(directory: Path) -> Foreign:
 
 
 def _step_directory(directory: Path) -> Path:
-    if not directory.is_dir():
+    if not is_dir(directory):
         raise CheckpointError(
             f"{directory} is no directory: give one with {LATEST_NAME} or {CONFIG_NAME}"
         )
-    if (directory / CONFIG_NAME).is_file():
+    if is_file(directory / CONFIG_NAME):
         return directory
     try:
         step = regular(directory / LATEST_NAME).read_text(encoding="ascii").strip()
@@ -112,7 +113,7 @@ def _step_directory(directory: Path) -> Path:
             f"{directory} is no checkpoint of nanotron: it has neither {CONFIG_NAME} nor "
             f"{LATEST_NAME} with the number of a step"
         ) from None
-    if not step.isdigit() or not (directory / step / CONFIG_NAME).is_file():
+    if not step.isdigit() or not is_file(directory / step / CONFIG_NAME):
         raise CheckpointError(
             f"{directory / LATEST_NAME} names {step[:50]!r}, where there is no {CONFIG_NAME}: give "
             "the directory of one step"
@@ -196,7 +197,7 @@ def _parameters(where: Path) -> dict[str, list[_Part]]:
     """Return the files of every parameter, by name."""
     root = where / "model"
     parameters: dict[str, list[_Part]] = {}
-    for path in sorted(root.rglob("*.safetensors")):
+    for path in sorted(rglob(root, "*.safetensors")):
         match = _FILE.fullmatch(path.name)
         if match is None:
             raise ConversionError(

@@ -28,6 +28,7 @@ from megacore.convert.megatron.args import refuse_used, usual_divisor
 from megacore.convert.source import HALF_PRECISION, Foreign, parameter_shapes
 from megacore.errors import CheckpointError, ConfigError, ConversionError, one_line
 from megacore.foreign.files import read_yaml
+from megacore.paths import glob
 
 _ACTIVATIONS = {"relu": "relu", "swiglu": "swiglu", "geglu": "geglu"}
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
@@ -85,7 +86,7 @@ def open_neox(directory: Path) -> Foreign:
     """
     where = checkpoint_directory(directory)
     saved = saved_files(where)
-    paths = sorted((where / "configs").glob("*.y*ml"))
+    paths = sorted(glob(where / "configs", "*.y*ml"))
     settings = _settings(paths, where)
     layers = _LayerFiles(saved, settings)
     spec = _spec(settings, layers, where)

@@ -13,6 +13,7 @@ from megacore.artifact.files import read_json, reason_of
 from megacore.config.data import END_OF_TEXT
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConversionError, DataFormatError
+from megacore.paths import is_dir, is_file
 from megacore.tokenizer.build import read_gpt2_bpe
 from megacore.tokenizer.load import (
     MODEL_NAME,
@@ -235,7 +236,7 @@ def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]
         and not token.startswith(sentinel)
         and token != padding  # which no text has
     ]
-    kind, written = settings.get("tokenizer_class"), (source / TOKENIZER_NAME).is_file()
+    kind, written = settings.get("tokenizer_class"), is_file(source / TOKENIZER_NAME)
     if lacking:
         reason = f"its vocabulary lacks the added tokens {', '.join(lacking[:4])}"
     elif isinstance(tokenizer, JsonTokenizer) and kind in _OTHER_SPLITS and not written:
@@ -252,7 +253,7 @@ def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]
 def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
     """Return the tokens that were added to the vocabulary, by any of the files that name them."""
     added: list[Any] = []
-    if (source / _ADDED_NAME).is_file():
+    if is_file(source / _ADDED_NAME):
         try:
             added += read_json(source / _ADDED_NAME)
         except (OSError, ValueError, TypeError) as error:
@@ -268,7 +269,7 @@ def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
-    files = {path.name for path in source.iterdir()} if source.is_dir() else set()
+    files = {path.name for path in source.iterdir()} if is_dir(source) else set()
     model = next((name for name in _SENTENCEPIECE if name in files), None)
     # An export of a SentencePiece model has both: only the model reads special tokens as text.
     if TOKENIZER_NAME in files and not (model and settings.get(SPLIT_SPECIAL)):

@@ -21,6 +21,7 @@ from megacore.convert.source import CheckpointTensors
 from megacore.convert.tokenizers import tokenizer_size, with_begin
 from megacore.errors import ConfigError, ConversionError
 from megacore.jobs.model import ModelSource
+from megacore.paths import is_file
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
 
 RECORD_NAME = "export.json"
@@ -68,7 +69,7 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     named = tokenizer or (
         Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None
     )
-    exists = named is not None and (named / TOKENIZER_CONFIG_NAME).is_file()
+    exists = named is not None and is_file(named / TOKENIZER_CONFIG_NAME)
     return Source(checkpoint, marker, source.spec, named if exists else None)
 
 
@@ -79,7 +80,7 @@ def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
         ConfigError: if it contains none, or one of another vocabulary.
         DataFormatError: if the tokenizer's files are damaged.
     """
-    size = tokenizer_size(tokenizer) if (tokenizer / TOKENIZER_CONFIG_NAME).is_file() else None
+    size = tokenizer_size(tokenizer) if is_file(tokenizer / TOKENIZER_CONFIG_NAME) else None
     if size is None:
         raise ConfigError(
             f"--tokenizer {tokenizer} has no {TOKENIZER_CONFIG_NAME}: give a directory with "

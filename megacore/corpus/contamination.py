@@ -36,6 +36,7 @@ from megacore.corpus.documents import names_sources, read_sources
 from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError, WorkerLostError
 from megacore.launch.workers import WorkerPool
+from megacore.paths import exists
 
 VERSION = 1
 """Version of the search and of the removal, increased whenever their output changes."""
@@ -491,7 +492,7 @@ def _run_shards(
 ) -> None:
     """Run a function on the shards without a receipt: in processes, or with one in this one."""
     missing = [
-        rank for rank in range(len(job.shards)) if not _receipt(job.work, phase, rank).exists()
+        rank for rank in range(len(job.shards)) if not exists(_receipt(job.work, phase, rank))
     ]
     if min(processes, len(missing)) <= 1:
         for rank in missing:

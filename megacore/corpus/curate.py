@@ -37,6 +37,7 @@ from megacore.corpus.documents import names_sources, read_sources
 from megacore.corpus.segments import Segment, segments
 from megacore.errors import ConfigError, DataFormatError, DownloadError, WorkerLostError, one_line
 from megacore.launch.workers import WorkerPool
+from megacore.paths import exists
 
 REPORT_NAME = "report.json"
 _SIGNATURES = 1.0
@@ -256,7 +257,7 @@ def _run_here(job: Job, phase: Phase, ranks: Sequence[int]) -> None:
 def _run_phase(job: Job, phase: Phase, run_tasks: RunTasks) -> None:
     """Run the tasks of a phase that are not done, then delete what only this phase reads."""
     marker = job.folder(phase) / "done.json"
-    if not marker.exists():
+    if not exists(marker):
         job.folder(phase).mkdir(parents=True, exist_ok=True)
         missing = [rank for rank in range(phase.tasks) if not job.is_done(phase, rank)]
         if missing:
@@ -270,5 +271,5 @@ def _run_phase(job: Job, phase: Phase, run_tasks: RunTasks) -> None:
     if phase.pending is not None:
         stale.append(job.dedup_folder(phase.pending))
     for folder in stale:
-        if folder.exists():
+        if exists(folder):
             shutil.rmtree(folder)

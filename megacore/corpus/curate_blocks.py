@@ -46,6 +46,7 @@ from megacore.corpus.curate_report import Tally
 from megacore.corpus.curate_sources import FALLEN
 from megacore.corpus.extract import ExtractText
 from megacore.errors import ConfigError, DataFormatError, WorkspaceError, one_line
+from megacore.paths import glob
 
 logger.disable("datatrove")  # errors are raised, progress is counted in the receipts
 for _module_with_bars in (exact_dedup, minhash):
@@ -267,7 +268,7 @@ class _Folder(DataFolder):  # type: ignore[misc]
 
     def glob(self, path: str, maxdepth: int | None = None, **options: Any) -> dict[str, Any]:
         """Return details of the files that match a pattern, by their path in the folder."""
-        names = (str(file.relative_to(self.path)) for file in Path(self.path).glob(path))
+        names = (str(file.relative_to(self.path)) for file in glob(self.path, path))
         return {name: self.info(name) for name in names}
 
     def list_files(self, *args: Any, **options: Any) -> list[str]:

@@ -50,6 +50,7 @@ from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.segments import Segment, divide, numbered
 from megacore.errors import ConfigError, DataFormatError, one_line
+from megacore.paths import glob, is_dir, is_file
 
 VERSION = 2
 """Version of the curate stage, increased whenever its output changes."""
@@ -236,14 +237,14 @@ def _digest(step: CurateStep, name: str) -> Any:
         return None
     if isinstance(step, PythonStep):
         return [value.rpartition(":")[2], _function_digest(value)]
-    if not Path(value).is_file():
+    if not is_file(value):
         raise ConfigError(f"data.curate: {name} of the step {step.step} is {value}, no file")
     return file_digest(Path(value))
 
 
 def _function_digest(name: str) -> str:
     code = getattr(inspect.unwrap(load_function(name)), "__code__", None)
-    if code is None or not Path(code.co_filename).is_file():
+    if code is None or not is_file(code.co_filename):
         raise ConfigError(
             f"data.curate: {name} is not defined in a Python file, so that a change of it would go "
             "unnoticed: name a function with `def`"
@@ -353,8 +354,8 @@ class Job:
         # A kill between the deletions must not leave a job whose files are missing.
         path.unlink(missing_ok=True)
         sync_directory(work)
-        for stale in work.glob("[!.]*"):  # not the caller's lock
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        for stale in glob(work, "[!.]*"):  # not the caller's lock
+            shutil.rmtree(stale) if is_dir(stale) else stale.unlink()
         shards = divide(parts, options.shard_bytes)
         others = [
             (number, shard)
@@ -440,7 +441,7 @@ class Job:
 
     def complete(self, phase: Phase, rank: int, tally: dict[str, Any]) -> None:
         """Sync a task's files, then write its receipt."""
-        paths = [path for pattern in phase.outputs(rank) for path in self.work.glob(pattern)]
+        paths = [path for pattern in phase.outputs(rank) for path in glob(self.work, pattern)]
         for path in paths:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megacore.config.curate import CurateStep, MinhashDedupStep
+from megacore.paths import glob
 
 _EXAMPLES = 3
 """Number of removed documents that are shown of each rule."""
@@ -77,7 +78,7 @@ def summarize_clusters(folder: Path, step: CurateStep) -> dict[str, Any]:
     near = isinstance(step, MinhashDedupStep)
     # Pairs of a document and the size of its cluster; or of the document that is kept and the
     # number of its duplicates.
-    for path in folder.glob("remove/*.sizes" if near else "duplicates/*/*.c4_counts"):
+    for path in glob(folder, "remove/*.sizes" if near else "duplicates/*/*.c4_counts"):
         second = np.fromfile(path, "<u4").reshape(-1, 2)[:, 1]
         values, counts = np.unique(second, return_counts=True)
         sizes.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))

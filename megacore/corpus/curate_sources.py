@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.paths import exists, glob
+
 FALLEN = "megacore.fallen"
 """Field with the reason of a document's removal, if it falls to an earlier source."""
 _SIGNATURE = np.dtype([("hash", "<u8"), ("priority", "<u2"), ("doc", "<u4")])
@@ -41,7 +43,7 @@ class Attribution:
 
     def _attribute_exact(self, finder: int) -> None:
         signatures = self._folder / "signatures" / f"{finder:04d}"
-        for path in sorted((self._folder / "duplicates" / f"{finder:05d}").glob("*.c4_dup")):
+        for path in sorted(glob(self._folder / "duplicates" / f"{finder:05d}", "*.c4_dup")):
             if int(path.stem) >= self._first:
                 continue
             rows = _signatures(signatures / f"{path.stem}.c4_sig")
@@ -66,7 +68,7 @@ class Attribution:
         for number, owner in enumerate(self._owners, self._first):
             for cluster in _pairs(folder / f"{number:06d}.clusters")[:, 1].tolist():
                 sources.setdefault(cluster, owner)
-        for path in sorted(folder.glob("*.clusters")):
+        for path in sorted(glob(folder, "*.clusters")):
             if int(path.stem) >= self._first:
                 continue
             fallen = [
@@ -77,7 +79,7 @@ class Attribution:
             if fallen:
                 removed = path.with_suffix(".remove")
                 documents = {document for document, _ in fallen}
-                if removed.exists():
+                if exists(removed):
                     documents.update(np.fromfile(removed, "<u4").tolist())
                 np.array(sorted(documents), "<u4").tofile(removed)
             _write(path, fallen)
@@ -94,7 +96,7 @@ class SourceNames:
         """Yield the documents of a shard."""
         sources = dict(
             pair
-            for path in self._folder.glob("*/**/*.fallen")
+            for path in glob(self._folder, "*/**/*.fallen")
             if int(path.stem) == rank
             for pair in _pairs(path).tolist()
         )
@@ -106,14 +108,14 @@ class SourceNames:
 
 def _signatures(path: Path) -> npt.NDArray[Any]:
     """Return the signatures of a shard; a file that is missing or empty has none."""
-    if not path.exists() or not path.stat().st_size:
+    if not exists(path) or not path.stat().st_size:
         return np.empty(0, _SIGNATURE)
     return np.memmap(path, _SIGNATURE, "r")
 
 
 def _pairs(path: Path) -> npt.NDArray[np.uint32]:
     """Return the pairs of numbers in a file [N, 2]; there are none if it is missing."""
-    return (np.fromfile(path, "<u4") if path.exists() else np.empty(0, "<u4")).reshape(-1, 2)
+    return (np.fromfile(path, "<u4") if exists(path) else np.empty(0, "<u4")).reshape(-1, 2)
 
 
 def _write(path: Path, pairs: Iterable[tuple[Any, Any]]) -> None:

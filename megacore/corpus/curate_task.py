@@ -14,6 +14,7 @@ from megacore.corpus.curate_job import Job, Phase, document_file, finders, label
 from megacore.corpus.curate_report import Tally
 from megacore.corpus.curate_sources import Attribution, SourceNames
 from megacore.errors import WorkspaceError
+from megacore.paths import glob, is_dir
 
 _LATE = 60.0
 """Seconds to wait until a file share shows the files of the phase before."""
@@ -39,7 +40,7 @@ def _run(job: Job, phase: Phase, rank: int, inputs: int) -> None:
     from megacore.corpus import curate_blocks as blocks
 
     for pattern in phase.outputs(rank):
-        for stale in job.work.glob(pattern):
+        for stale in glob(job.work, pattern):
             stale.unlink()
     tally = Tally()
     match phase.kind:
@@ -109,7 +110,7 @@ def _unseen(work: Path, names: Iterable[Path]) -> Path | None:
     for name in names:
         folder = name.parent
         if folder not in listed:
-            listed[folder] = set(os.listdir(work / folder)) if (work / folder).is_dir() else set()
+            listed[folder] = set(os.listdir(work / folder)) if is_dir(work / folder) else set()
         if name.name not in listed[folder]:
             return name
     return None

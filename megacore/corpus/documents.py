@@ -11,6 +11,7 @@ import orjson
 from megacore.artifact.files import read_json, reason_of, workspace_errors, write_json
 from megacore.corpus.formats import DOCUMENT_BYTES, too_large, unreadable
 from megacore.errors import DataFormatError, listed
+from megacore.paths import exists, is_file
 
 CORPUS_NAME = "corpus.jsonl"
 SOURCES_NAME = "sources.json"
@@ -73,7 +74,7 @@ class SourceFile:
             status = path.stat()
         except OSError as error:
             raise unreadable(path, error) from error
-        if not path.is_file():
+        if not is_file(path):
             raise DataFormatError(f"{path} is not a file: check data.source")
         return cls(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
@@ -111,7 +112,7 @@ def read_sources(
     DataFormatError.
     """
     path = directory / SOURCES_NAME
-    if not path.exists():
+    if not exists(path):
         return None
     try:
         facts = read_json(path)

@@ -23,6 +23,7 @@ from megacore.artifact.build import lock
 from megacore.artifact.files import read_json, sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+from megacore.paths import is_file
 from megacore.redact import redact, redact_log
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _side_files(target: Path) -> tuple[Path, Path, Path]:
 def _complete_version(url: str, target: Path) -> Version | None:
     """Return the version of a complete earlier download, or None if it is missing or changed."""
     version = Version.read(_side_files(target)[0])
-    if version is None or version.url != shown(url) or not target.is_file():
+    if version is None or version.url != shown(url) or not is_file(target):
         return None
     return version if file_digest(target) == version.sha256 else None
 
@@ -217,7 +218,7 @@ class _Download:
         self._about, self._part, self._about_part = _side_files(target)
         self._digest, self._size = hashlib.sha256(), 0
         self._version = Version.read(self._about_part) or Version(self._url)
-        if self._version.url == self._url and self._version.validator and self._part.is_file():
+        if self._version.url == self._url and self._version.validator and is_file(self._part):
             self._read_part()
         else:
             self._restart()

@@ -18,6 +18,7 @@ from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.corpus.fetch import first_sentence
 from megacore.corpus.formats import too_large
 from megacore.errors import DataFormatError, DownloadError
+from megacore.paths import is_dir, is_file, rglob
 
 _logger = logging.getLogger(__name__)
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -32,9 +33,9 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
     Without a revision the hub's content may change under the same name; pin a commit where that
     matters.
     """
-    if not Path(source.dataset).is_dir():
+    if not is_dir(source.dataset):
         return key_parameters(source, "collect")
-    files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+    files = sorted(path for path in rglob(source.dataset, "*") if is_file(path))
     identities = [[file.path, file.size, file.mtime_ns] for file in map(SourceFile.of, files)]
     return key_parameters(source, "collect", {"files": identities})
 
@@ -130,7 +131,7 @@ def _commit(source: HubSource, cache_directory: Path) -> str | None:
     The rows are then read from this commit, even if the branch moves on. Without a connection,
     `datasets` may still read a downloaded copy.
     """
-    if Path(source.dataset).is_dir() or not _HUB_NAME.fullmatch(source.dataset):
+    if is_dir(source.dataset) or not _HUB_NAME.fullmatch(source.dataset):
         return None  # a path
     if _COMMIT.fullmatch(source.revision or ""):
         return source.revision

@@ -22,6 +22,7 @@ from megacore.corpus.formats import (
     unreadable,
 )
 from megacore.errors import DamagedFileError, DataFormatError, one_line
+from megacore.paths import exists
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 Value = TypeVar("Value")
@@ -96,7 +97,7 @@ def expand(pattern: str) -> list[Path]:
 
     What a glob also finds through links to directories is returned once.
     """
-    if Path(pattern).exists() or not glob.has_magic(pattern):
+    if exists(pattern) or not glob.has_magic(pattern):
         return [Path(pattern)]
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     if not paths:

@@ -18,6 +18,7 @@ from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.formats import too_large
 from megacore.errors import DataFormatError
+from megacore.paths import is_dir
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders with installed or generated files, which are not collected."""
@@ -93,7 +94,7 @@ def list_files(root: Path, pattern: str | None) -> list[str]:
 
     Raises DataFormatError if `root` is not a readable directory.
     """
-    if not root.is_dir():
+    if not is_dir(root):
         raise DataFormatError(
             f"data.source.path is {root}, which is not a directory: give one that holds text files"
         )

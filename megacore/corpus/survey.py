@@ -20,6 +20,7 @@ from megacore.corpus.blocks import BadLine, read_columns
 from megacore.corpus.formats import DOCUMENT_BYTES, lines
 from megacore.corpus.source_tree import list_files
 from megacore.errors import ConfigError, DataFormatError
+from megacore.paths import exists, is_dir, is_file
 
 Kind = Literal["text", "jsonl", "parquet"]
 _SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -96,12 +97,12 @@ def survey(paths: Sequence[Path]) -> Survey:
 
 def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
     """Yield each file with its kind, and True if the user named it."""
-    if path.is_dir():
+    if is_dir(path):
         for name in list_files(path, None):
             yield path / name, _kind(path / name, named=False), False
-    elif path.is_file():
+    elif is_file(path):
         yield path, _kind(path, named=True), True
-    elif path.exists():
+    elif exists(path):
         raise ConfigError(f"{path} is neither a file nor a directory: name one with text")
     else:
         raise ConfigError(f"{path} does not exist: name a file or directory with text")
@@ -199,7 +200,7 @@ def _rows(
     patterns = tuple(
         pattern
         for path in paths
-        for pattern in (_patterns(path, files) if path.is_dir() else [str(path.absolute())])
+        for pattern in (_patterns(path, files) if is_dir(path) else [str(path.absolute())])
     )
     source = (
         ParquetSource(kind="parquet", files=patterns, key=key)

@@ -16,6 +16,7 @@ from megacore.corpus.formats import RAISE, open_file, too_large, unreadable
 from megacore.corpus.local_files import expand, without_links
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
+from megacore.paths import is_dir
 
 _READ_BYTES = 1 << 20
 
@@ -37,7 +38,7 @@ def list_text_files(source: TextSource) -> list[TextFile]:
     for pattern in source.files:
         found: list[TextFile] = []
         for path in expand(pattern):
-            if path.is_dir():
+            if is_dir(path):
                 found += [TextFile(path / name, name, False) for name in list_files(path, None)]
             else:
                 found.append(TextFile(path, path.name, True))

@@ -33,6 +33,7 @@ from megacore.hardware import (
     refuse_unsupported_accelerator,
     unsupported_accelerator,
 )
+from megacore.paths import is_dir, rglob
 
 PACKAGES = (
     "torch",
@@ -118,7 +119,7 @@ def look_at_packages() -> dict[str, Any]:
 def sources_digest(root: Path) -> str:
     """Return the first digits of a hash of names and contents of a package's Python files."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(rglob(root, "*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
@@ -147,7 +148,7 @@ def look_at_limits() -> dict[str, Any]:
     except (OSError, ValueError):
         limits["overcommit"] = None
     devices = Path("/sys/class/infiniband")
-    limits["rdma"] = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    limits["rdma"] = sorted(path.name for path in devices.iterdir()) if is_dir(devices) else []
     return limits
 
 
@@ -155,7 +156,7 @@ def look_at_memory() -> dict[str, Any]:
     """Return host memory, its limit and shared memory in bytes, the cores and the load."""
     info = memory_info()
     shared = Path("/dev/shm")
-    usage = shutil.disk_usage(shared) if shared.is_dir() else None
+    usage = shutil.disk_usage(shared) if is_dir(shared) else None
     return {
         "total": info["MemTotal"],
         "available": info.get("MemAvailable", info["MemTotal"]),
@@ -346,7 +347,7 @@ def measure_storage(workspace: Path) -> dict[str, Any]:
         the median seconds of an fsync; and whether reads avoided the page cache. Or `skipped`, the
         reason why nothing was measured.
     """
-    if not workspace.is_dir():
+    if not is_dir(workspace):
         return {"skipped": "the workspace is not there yet"}
     if shutil.disk_usage(workspace).free < _LEAST_FREE:
         return {"skipped": f"less than {_LEAST_FREE / 2**30:g} GiB free"}

@@ -19,6 +19,7 @@ from megacore.cluster.hosts.network import (
 )
 from megacore.doctor.findings import Facts, Finding, Judgement, PairMeasurement, most_common
 from megacore.doctor.protocol import NO_ANSWER, NOT_BEGUN
+from megacore.paths import exists, is_dir
 
 _INTERFACES = Path("/sys/class/net")
 SLOW_LINK = 0.7
@@ -56,7 +57,7 @@ def look_at_network(peers: Mapping[str, str], interface: str) -> dict[str, Any]:
     if peers and interface != "auto":
         device = interface.partition(",")[0]
         address = interface_address(device)
-    interface_paths = _INTERFACES.iterdir() if _INTERFACES.is_dir() else ()
+    interface_paths = _INTERFACES.iterdir() if is_dir(_INTERFACES) else ()
     return {
         "hostname": name,
         "own_addresses": resolve(name) if peers else [],
@@ -95,7 +96,7 @@ def describe_interface(name: str) -> dict[str, Any]:
     folder = _INTERFACES / name
     speed = _number(folder / "speed")
     return {
-        "exists": folder.exists(),
+        "exists": exists(folder),
         "speed": speed if speed is not None and speed > 0 else None,
         "mtu": _number(folder / "mtu"),
         "state": _text(folder / "operstate"),

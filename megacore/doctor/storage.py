@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megacore.artifact.files import access_errors, workspace_errors
 from megacore.doctor.findings import Facts, Finding, Judgement
 from megacore.errors import MegacoreError
+from megacore.paths import exists, glob, is_dir
 
 if TYPE_CHECKING:
     from megacore.data.index_directory import IndexDescription
@@ -82,9 +83,9 @@ def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str
         host: name of this host.
     """
     if token is None:
-        return {"exists": workspace.is_dir(), "writes": _writes(workspace), "sees_head": None}
+        return {"exists": is_dir(workspace), "writes": _writes(workspace), "sees_head": None}
     directory = Path(token)
-    answer: dict[str, Any] = {"exists": workspace.is_dir(), "sees_head": False, "writes": None}
+    answer: dict[str, Any] = {"exists": is_dir(workspace), "sees_head": False, "writes": None}
     if not answer["exists"]:
         return answer
     answer["sees_head"] = _appears(directory / _HEAD, directory.name, time.monotonic() + _WAIT)
@@ -100,7 +101,7 @@ def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str
 
 def _writes(workspace: Path) -> bool | None:
     """Return True if a file can be created in `workspace`; None if the directory is missing."""
-    if not workspace.is_dir():
+    if not is_dir(workspace):
         return None
     probe = workspace / f"{PREFIX}{secrets.token_hex(8)}"
     try:
@@ -126,10 +127,10 @@ def _appears(path: Path, content: str, deadline: float) -> bool:
 
 
 def _remove_stale(workspace: Path) -> None:
-    for path in workspace.glob(f"{PREFIX}*"):
+    for path in glob(workspace, f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if is_dir(path) else path.unlink()
 
 
 def workspaces(facts: Facts) -> Finding | None:
@@ -195,14 +196,14 @@ def _shared_workspace(judgement: Judgement, facts: Facts, host: str, value: dict
 def look_at_disk(workspace: Path) -> dict[str, Any]:
     """Return space and file system of the workspace, or of its nearest existing parent."""
     directory = workspace
-    while not directory.exists() and directory != directory.parent:
+    while not exists(directory) and directory != directory.parent:
         directory = directory.parent
     usage = shutil.disk_usage(directory)
     kind, source = file_system(directory)
     return {
         "path": str(workspace),
-        "exists": workspace.is_dir(),
-        "writable": os.access(directory, os.W_OK | os.X_OK) and directory.is_dir(),
+        "exists": is_dir(workspace),
+        "writable": os.access(directory, os.W_OK | os.X_OK) and is_dir(directory),
         "free": usage.free,
         "total": usage.total,
         "inodes_free": _inodes(directory),

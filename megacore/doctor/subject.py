@@ -19,6 +19,7 @@ from megacore.errors import ConfigError
 from megacore.inspect.tokens import find_prefixes, prefix_of
 from megacore.jobs.run import Job, TrainJob
 from megacore.models.parameters import parameter_count
+from megacore.paths import glob, is_dir
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import estimate_memory
 from megacore.plan.preflight import checkpoints_on_disk
@@ -82,7 +83,7 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
     ConfigError.
     """
     files = sorted(
-        workspace.folder("train").glob("*/run.json"),
+        glob(workspace.folder("train"), "*/run.json"),
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
@@ -109,7 +110,7 @@ def data_at(path: Path, vocab_size: int | None) -> RunData:
             f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must "
             "be below"
         )
-    if path.is_dir():
+    if is_dir(path):
         return RunData(find_prefixes(path, TOKENS_ACCEPTED), vocab_size)
     return RunData((prefix_of(path),), vocab_size)  # the check `tokens` reports missing files
 

@@ -20,6 +20,7 @@ from typing import Any
 from megacore.doctor.findings import Facts, Finding, Judgement
 from megacore.doctor.machine import APEX_MODULES
 from megacore.hardware import driver_cuda, installed_version, unsupported_accelerator
+from megacore.paths import glob, is_dir, is_file
 
 _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "torch==2.15.*"}
 """Newest torch on the package index whose default build is for a version of CUDA."""
@@ -47,9 +48,7 @@ def look_at_toolchain() -> dict[str, Any]:
         "ninja": _first_line(_ninja(), "--version"),
         "cuda_home": home,
         "nvcc": nvcc and release_of(_output(nvcc, "--version")),
-        "toolkits": sorted(
-            str(path.parents[1]) for path in Path("/usr/local").glob("cuda-*/bin/nvcc")
-        ),
+        "toolkits": sorted(str(path.parents[1]) for path in glob("/usr/local", "cuda-*/bin/nvcc")),
         "driver": None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}",
         "libaio": compiler is not None and _links_libaio(compiler),
         "apex": [name for name in APEX_MODULES if importlib.util.find_spec(name) is not None],
@@ -63,7 +62,7 @@ def cuda_home() -> str | None:
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     program = shutil.which("nvcc")
     home = named or (str(Path(program).parents[1]) if program else "/usr/local/cuda")
-    return home if Path(home, "bin", "nvcc").is_file() else None
+    return home if is_file(Path(home, "bin", "nvcc")) else None
 
 
 def release_of(output: str) -> str | None:
@@ -253,10 +252,10 @@ def look_at_operators(workspace: Path) -> dict[str, Any]:
             built: str | None
             if name in installed:
                 built = "installed"
-            elif name in OPERATORS and workspace.is_dir() and operator_is_built(name):
+            elif name in OPERATORS and is_dir(workspace) and operator_is_built(name):
                 built = "workspace"
             else:
-                built = "torch's cache" if (cache / name / f"{name}.so").is_file() else None
+                built = "torch's cache" if is_file(cache / name / f"{name}.so") else None
             operators[name] = {"problem": _problem_of(builder), "built": built}
     return operators
 

@@ -21,6 +21,7 @@ from megacore.errors import CheckpointError, TrainingError
 from megacore.finetune.checkpoints import AtomicDirectory, barrier, writing
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.task import FinetuneTask
+from megacore.paths import is_dir
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -143,7 +144,7 @@ class BestModelStore:
         return value > previous if self._larger else value < previous
 
     def _find(self) -> Best | None:
-        if not self.root.is_dir():
+        if not is_dir(self.root):
             return None
         with workspace_errors(self.root):
             remove_stale(self.root)

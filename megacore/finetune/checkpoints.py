@@ -46,6 +46,7 @@ from megacore.checkpoint.retain import (
 from megacore.checkpoint.save import sync_file
 from megacore.errors import CheckpointError, WorkspaceError
 from megacore.observe.logging import logger
+from megacore.paths import exists, is_file, rglob
 
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
@@ -106,7 +107,7 @@ class AtomicDirectory:
             with workspace_errors(staged):
                 sync_tree(staged)
                 marker.write(staged)
-                if final.exists():
+                if exists(final):
                     delete_stale(rename_to_stale(final))
                 staged.rename(final)
                 sync_directory(self.root)
@@ -117,7 +118,7 @@ class AtomicDirectory:
 
 def _names(directory: Path) -> list[str]:
     return sorted(
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+        path.relative_to(directory).as_posix() for path in rglob(directory, "*") if is_file(path)
     )
 
 

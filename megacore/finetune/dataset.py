@@ -21,6 +21,7 @@ from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 from megacore.finetune.pretrained import quiet
 from megacore.foreign.files import shortened
+from megacore.paths import is_dir, is_file, rglob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,9 +46,9 @@ def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
         # Splits without files are left out; `list_files` refuses a pattern that matches nothing.
         paths = {split: list_files(getattr(source, split), split) for split in SPLITS}
         identity["files"] = {split: _identities(files) for split, files in paths.items() if files}
-    elif Path(source.dataset).is_dir():
+    elif is_dir(source.dataset):
         identity["files"] = _identities(
-            sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+            sorted(path for path in rglob(source.dataset, "*") if is_file(path))
         )
     if not source.valid:
         identity["held_out"] = {"share": data.valid_share, "seed": seed}
@@ -69,9 +70,9 @@ def list_files(patterns: tuple[str, ...], split: str) -> list[Path]:
             Path(name)
             for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
         ]
-        matching_files = [path for path in matches if path.is_file()]
+        matching_files = [path for path in matches if is_file(path)]
         if not matching_files:
-            there = "is a directory" if any(map(Path.is_dir, matches)) else "is not a file"
+            there = "is a directory" if any(map(is_dir, matches)) else "is not a file"
             problem = there if matches else "names no file"
             raise DataFormatError(
                 f"data.source.{split} has {pattern}, which {problem}: check the path or glob"
@@ -171,7 +172,7 @@ def open_split(directory: Path, name: str) -> "Dataset | None":
     import datasets
 
     path = directory / name
-    if not path.is_dir():
+    if not is_dir(path):
         return None
     try:
         return datasets.load_from_disk(str(path))

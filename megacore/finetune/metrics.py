@@ -11,6 +11,7 @@ from megacore.artifact.files import read_object, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import metric_names
 from megacore.errors import ConfigError
+from megacore.paths import is_file
 
 _PACKAGES = {
     **dict.fromkeys(("accuracy", "f1", "matthews_correlation"), "sklearn"),
@@ -130,7 +131,7 @@ def write_answers(path: Path, step: int, epoch: int, answers: Sequence[Answer]) 
 
 def _rows(path: Path) -> list[list[Any]]:
     """Return the table's rows; none if there is no table."""
-    if not path.is_file():
+    if not is_file(path):
         return []
     rows: list[list[Any]] = read_object(path, f"delete {shlex.quote(str(path))}")["data"]
     return rows

@@ -26,6 +26,7 @@ from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.fetch import first_sentence
 from megacore.corpus.hub import broken_connections, disk_errors
 from megacore.errors import ArtifactError, ConfigError, DownloadError, FileAccessError, one_line
+from megacore.paths import exists, glob, is_dir, is_file
 from megacore.redact import redact
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def refuse_quantized(path: str, directory: Path) -> None:
             f"model.path {path} has a quantization_config of {method!r} in its {CONFIG_NAME}, and "
             f"quantized weights cannot be trained: {advice}"
         )
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(glob(directory, "*.safetensors")):
         try:
             with access_errors(file), safe_open(file, "pt") as tensors:
                 names = tensors.keys()
@@ -229,9 +230,9 @@ def local_directory(path: str) -> Path | None:
     Raises ConfigError for a directory that does not exist or contains no model.
     """
     directory = Path(path).expanduser()
-    if directory.is_dir():
+    if is_dir(directory):
         for candidate in (directory, directory / MODEL_DIRECTORY):
-            if (candidate / CONFIG_NAME).is_file():
+            if is_file(candidate / CONFIG_NAME):
                 return candidate
         raise ConfigError(
             f"model.path {path} is a directory without {CONFIG_NAME}: give one that "
@@ -240,7 +241,7 @@ def local_directory(path: str) -> Path | None:
     if path.startswith("models:/"):
         return None
     # Names on the hub have at most one slash.
-    if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if exists(directory) or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(
             f"model.path {path} is not a directory: check it, or give a name on the hub"
         )
@@ -375,12 +376,12 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if path.is_file()]
+    return [path.name for path in directory.iterdir() if is_file(path)]
 
 
 def _find_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of the artifact whose `model/` is `directory`, or None."""
-    if directory.name != MODEL_DIRECTORY or not (directory.parent / MANIFEST_NAME).is_file():
+    if directory.name != MODEL_DIRECTORY or not is_file(directory.parent / MANIFEST_NAME):
         return None
     try:
         return Manifest.read(directory.parent)

@@ -29,6 +29,7 @@ from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, SEGMENTS, read_task
 from megacore.finetune.metrics import Answer
 from megacore.finetune.pretrained import LOCAL_ONLY, quiet, read_model_config, read_tokenizer
+from megacore.paths import glob
 from megacore.train.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch
     shapes = {name: list(parameter.shape) for name, parameter in empty.named_parameters()}
     device = "cpu" if dist.get_rank() == 0 else "meta"
     weights = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(glob(directory, "*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  safe_open is no mapping
                 if shapes.get(name) in (None, file.get_slice(name).get_shape()):

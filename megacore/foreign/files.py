@@ -17,6 +17,7 @@ import yaml
 
 from megacore.artifact.files import MAX_DEPTH, MAX_DIGITS, parse_json, read_bytes
 from megacore.errors import ConfigError, one_line
+from megacore.paths import is_file
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def first_file(candidates: Iterable[Path]) -> Path | None:
     """
     for path in candidates:
         try:
-            if path.is_file():
+            if is_file(path):
                 return path
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:  # no file has such a name

@@ -29,6 +29,7 @@ from megacore.data.sentence_maps import load_sentence_map, sentences_of, sequenc
 from megacore.errors import DataFormatError
 from megacore.inspect.tokens import blocks, document_of
 from megacore.observe.logging import counted
+from megacore.paths import exists, glob
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _BLOCK = 1 << 20
@@ -77,13 +78,13 @@ class Sample:
 
 def is_index_directory(path: Path) -> bool:
     """Return True for a directory of index maps, also of an older version without `index.json`."""
-    maps = (path.glob(f"*_{name}_index.npy") for name in ("shuffle", SENTENCE_MAP_NAME))
-    return (path / INDEX_NAME).exists() or any(map(any, maps))
+    maps = (glob(path, f"*_{name}_index.npy") for name in ("shuffle", SENTENCE_MAP_NAME))
+    return exists(path / INDEX_NAME) or any(map(any, maps))
 
 
 def describe_index(directory: Path) -> IndexDescription:
     """Read a directory's `index.json`. Raises DataFormatError."""
-    if not (directory / INDEX_NAME).exists():
+    if not exists(directory / INDEX_NAME):
         raise DataFormatError(
             f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of "
             "another tool; build them again with `megacore index`"

@@ -21,6 +21,7 @@ from megacore.data.index_options import SPLIT_NAMES, IndexOptions, WeightStep
 from megacore.data.sentence_maps import sequence_range
 from megacore.errors import ConfigError, DataFormatError
 from megacore.inspect.index import describe_index
+from megacore.paths import exists
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _PIECE = 1 << 22
@@ -66,7 +67,7 @@ def _train_tokens(dataset: IndexedDataset, options: IndexOptions) -> int:
 
 def _counted_epochs(directory: Path, members: int) -> list[float | None]:
     """Return the samples of an epoch of each member, None where no manifest counts them."""
-    if not (directory / MANIFEST_NAME).exists():
+    if not exists(directory / MANIFEST_NAME):
         return [None] * members
     entries = Manifest.read(directory).counts["train"]["members"]
     return [entry["samples"] / max(1, entry["epochs"]) for entry in entries]

@@ -24,6 +24,7 @@ from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, unreadable
 from megacore.errors import DataFormatError
+from megacore.paths import exists
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from megacore.token_files.indexed_dataset_writer import partition_order
 from megacore.tokenizer.records import DOCUMENTS_NAME, FORMAT
@@ -138,7 +139,7 @@ class Origins:
         """Path of the tokenizer's directory or file; None if not recorded or no longer there."""
         name = self.tokenizer.get("directory")
         path = Path(os.path.normpath(self.path.parent / str(name)))
-        return path if name and path.exists() else None
+        return path if name and exists(path) else None
 
     def place(self, document: int) -> DocumentPlace | None:
         """Return the location from which a document was read, or None if unknown.
@@ -182,7 +183,7 @@ def find_origins(prefix: str | Path, documents: int) -> Origins | None:
     unprefixed = Path(prefix).with_name(DOCUMENTS_NAME)
     candidates = [prefixed, unprefixed] if Path(prefix).name in TOKENS_NAMES else [prefixed]
     for path in candidates:
-        if path.exists():
+        if exists(path):
             origins = Origins.read(path)
             if origins.prefix not in (None, str(prefix)):
                 return find_origins(str(origins.prefix), documents) or origins

@@ -26,6 +26,7 @@ from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect.index import Part, Sample, describe_index, find_sample
 from megacore.inspect.provenance import Origins, find_origins, read_document
 from megacore.inspect.tokens import Lengths, LengthSummary, bin_lengths, describe, document_tokens
+from megacore.paths import exists, glob, is_dir, is_file
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import (
     TOKENIZER_CONFIG_NAME,
@@ -286,15 +287,15 @@ def open_decoder(path: Path) -> Decode:
 
 def _open(path: Path) -> tuple[Decode, int]:
     """Return the decoder of a tokenizer and the size of its vocabulary."""
-    if path.is_file() and path.suffix not in (".json", ".txt"):
+    if is_file(path) and path.suffix not in (".json", ".txt"):
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         model = SentencePieceModel.read(path)
         return model.decode, model.vocab_size
-    if (path / TOKENIZER_CONFIG_NAME).exists():
+    if exists(path / TOKENIZER_CONFIG_NAME):
         tokenizer = load_tokenizer(path)
         return tokenizer.decode, tokenizer.vocab_size
-    backend = _open_backend(path / TOKENIZER_NAME if path.is_dir() else path)
+    backend = _open_backend(path / TOKENIZER_NAME if is_dir(path) else path)
     vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     return lambda ids: str(backend.decode(ids.tolist(), skip_special_tokens=False)), vocab_size
 
@@ -304,7 +305,7 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
 
     from megacore.tokenizer.wordpiece import read_wordpiece
 
-    if not path.is_file():
+    if not is_file(path):
         raise DataFormatError(
             f"{path} does not exist: give a tokenizer's directory, tokenizer.json, vocab.json, "
             "vocab.txt or .model"
@@ -334,12 +335,12 @@ def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
     if origins is not None and origins.tokenizer_path is not None:
         return origins.tokenizer_path
     directory = Path(prefix).resolve().parent
-    if not (directory / MANIFEST_NAME).exists():
+    if not exists(directory / MANIFEST_NAME):
         return None
     try:
         digest = Manifest.read(directory).inputs.get("tokenizer")
         for candidate in sorted(
-            (directory.parents[1] / FOLDERS["tokenizer"]).glob(f"*/{MANIFEST_NAME}")
+            glob(directory.parents[1] / FOLDERS["tokenizer"], f"*/{MANIFEST_NAME}")
         ):
             if Manifest.read(candidate.parent).digest == digest:
                 return candidate.parent
@@ -370,7 +371,7 @@ def made_of(
     not a tokenizer's directory. Raises DataFormatError.
     """
     sentences = index.options.sentences
-    if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():
+    if sentences is None or not exists(tokenizer_directory / TOKENIZER_CONFIG_NAME):
         return None
     tokenizer = load_tokenizer(tokenizer_directory)
     vocabulary = Vocabulary(special_tokens(tokenizer), continues_word(tokenizer).astype(np.uint8))
@@ -461,6 +462,6 @@ def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
 
 def _parameters(directory: Path) -> JsonReport:
     """Return the parameters of the maps from their manifest, or {} without a manifest."""
-    if not (directory / MANIFEST_NAME).exists():
+    if not exists(directory / MANIFEST_NAME):
         return {}
     return dict(Manifest.read(directory).parameters)

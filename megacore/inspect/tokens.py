@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.errors import DataFormatError
+from megacore.paths import exists, glob, is_dir
 from megacore.token_files.indexed_dataset import (
     MEMBERS_NAME,
     TOKENS_NAMES,
@@ -103,7 +104,7 @@ def find_prefixes(
     tokenize stage, which for several sources refers to several pairs. Raises DataFormatError if
     there are none; the message suggests `accepted`.
     """
-    if Path(path).is_dir():
+    if is_dir(path):
         if not has_token_files(Path(path)):
             raise DataFormatError(
                 f"{path} holds no token files of the tokenize stage: give {accepted}"
@@ -116,8 +117,8 @@ def find_prefixes(
 
 def has_token_files(directory: Path) -> bool:
     """Return True for a directory of the tokenize stage."""
-    return (directory / MEMBERS_NAME).exists() or any(
-        idx_path(directory / name).exists() for name in TOKENS_NAMES
+    return exists(directory / MEMBERS_NAME) or any(
+        exists(idx_path(directory / name)) for name in TOKENS_NAMES
     )
 
 
@@ -128,11 +129,11 @@ def require_pair(prefix: str, accepted: str, path: str | Path | None = None) -> 
     `path` is the path that the user gave, which is named if it does not exist; None means that of
     the .idx.
     """
-    if idx_path(prefix).exists():
+    if exists(idx_path(prefix)):
         return
     similar = sorted(
         str(other.with_suffix(""))
-        for other in Path(prefix).parent.glob(f"{escape(Path(prefix).name)}*.idx")
+        for other in glob(Path(prefix).parent, f"{escape(Path(prefix).name)}*.idx")
     )[:3]
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"give {accepted}"
     absent = idx_path(prefix) if path is None or similar or os.path.lexists(path) else path

@@ -44,6 +44,7 @@ from megacore.inspect.index import (
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, find_prefixes, has_token_files
 from megacore.observe.logging import counted
+from megacore.paths import exists, glob, is_dir, is_symlink
 from megacore.token_files.indexed_dataset import TOKENS_NAMES, IndexedDataset, bin_path, idx_path
 
 _HASH_THREADS = 4
@@ -100,7 +101,7 @@ def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]
     or FileAccessError.
     """
     place = Path(path).absolute()
-    if iteration_of(place) is not None or (place / MARKER_NAME).exists():
+    if iteration_of(place) is not None or exists(place / MARKER_NAME):
         yield from _examine_bare(place, on_read)
     elif _is_run(place):
         yield from _examine_run(place, place.parent, on_read)
@@ -110,11 +111,11 @@ def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]
     elif _is_workspace(place):
         for name in dict.fromkeys(FOLDERS.values()):
             yield from _unusable(place / name, place)
-            for member in sorted((place / name).glob("[!.]*")):
+            for member in sorted(glob(place / name, "[!.]*")):
                 if STALE_SUFFIX in member.name:
                     continue
-                if not member.is_dir():
-                    if member.is_symlink():
+                if not is_dir(member):
+                    if is_symlink(member):
                         yield from _unusable(member, place)
                     continue
                 yield from _or_unreadable(member, place, _examine_member(member, place, on_read))
@@ -130,7 +131,7 @@ def verify(path: str | Path) -> Iterator[Check]:
     or ArtifactError at the first check that fails.
     """
     place = Path(path)
-    if not place.is_dir():
+    if not is_dir(place):
         for prefix in find_prefixes(path, _ACCEPTED):
             yield from verify_tokens(prefix)
             yield from _verify_adjacent_manifest(prefix)
@@ -143,7 +144,7 @@ def verify(path: str | Path) -> Iterator[Check]:
             yield from verify_tokens(prefix)
         for directory in dict.fromkeys([place, *(Path(prefix).parent for prefix in prefixes)]):
             yield from verify_manifest(directory)
-    elif (place / MANIFEST_NAME).exists():
+    elif exists(place / MANIFEST_NAME):
         yield from verify_manifest(place)
     else:
         if not any(place.iterdir()):
@@ -211,7 +212,7 @@ def verify_index(directory: Path) -> Iterator[Check]:
         place = directory if index.single else member_directory(directory, number)
         for split in filter(member.weights.__contains__, SPLIT_NAMES):
             if (
-                map_path(place, split, index.counting_map).exists()
+                exists(map_path(place, split, index.counting_map))
                 or index.single
                 or index.samples.get(split)
             ):
@@ -223,7 +224,7 @@ def verify_index(directory: Path) -> Iterator[Check]:
         path = map_path(
             directory, split, index.counting_map if index.single else BLEND_MAP_NAMES[0]
         )
-        samples = len(load_map(path)) if count or path.exists() else 0
+        samples = len(load_map(path)) if count or exists(path) else 0
         if samples != count:
             raise DataFormatError(
                 f"{directory}/index.json counts {count} {split} samples, but its maps have "
@@ -264,7 +265,7 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
 
 def verify_manifest(directory: Path) -> Iterator[Check]:
     """Check size and hash of every file in a directory's manifest. Raises ArtifactError."""
-    if (directory / MANIFEST_NAME).exists():
+    if exists(directory / MANIFEST_NAME):
         yield _check_files(directory, Manifest.read(directory).files, MANIFEST_NAME)
     else:
         yield Check("manifest", f"{directory} has none: hashes were not checked")
@@ -273,7 +274,7 @@ def verify_manifest(directory: Path) -> Iterator[Check]:
 def _verify_adjacent_manifest(prefix: str) -> Iterator[Check]:
     """Check the manifest that the command line writes next to token files."""
     path = Path(f"{prefix}.{MANIFEST_NAME}")
-    if path.exists():
+    if exists(path):
         yield _check_files(path.parent, _read_files(path), path.name)
     elif Path(prefix).name in TOKENS_NAMES:
         yield from verify_manifest(path.parent)
@@ -322,13 +323,13 @@ def _problems(
 
 
 def _is_workspace(place: Path) -> bool:
-    return not (place / MANIFEST_NAME).exists() and any(
-        (place / name).is_dir() for name in FOLDERS.values()
+    return not exists(place / MANIFEST_NAME) and any(
+        is_dir(place / name) for name in FOLDERS.values()
     )
 
 
 def _is_run(place: Path) -> bool:
-    return (place / RUN_FILE).exists() or any(
+    return exists(place / RUN_FILE) or any(
         checkpoint_directories(place / name) for name in (CHECKPOINTS_NAME, BEST_NAME)
     )
 
@@ -349,7 +350,7 @@ def _or_unreadable(path: Path, root: Path, results: Iterator[Result]) -> Iterato
 
 def _unusable(path: Path, root: Path) -> Iterator[Unchecked]:
     """Yield that `path`, named from `root`, is not readable if it is there and no directory."""
-    if os.path.lexists(path) and not path.is_dir():
+    if os.path.lexists(path) and not is_dir(path):
         yield Unchecked(
             path.relative_to(root).as_posix(),
             "not readable",
@@ -362,7 +363,7 @@ def _examine_member(member: Path, root: Path, on_read: OnRead | None) -> Iterato
     """Check a directory in a folder of the workspace `root`."""
     if _is_run(member):
         yield from _examine_run(member, root, on_read)
-    elif (member / MANIFEST_NAME).exists():
+    elif exists(member / MANIFEST_NAME):
         yield from _examine_artifact(member, root, on_read)
     else:
         yield from _incomplete(member, root)
@@ -373,7 +374,7 @@ def _incomplete(directory: Path, root: Path) -> Iterator[Unchecked]:
 
     A run that is just beginning is locked.
     """
-    if not is_locked(directory) and directory.exists():
+    if not is_locked(directory) and exists(directory):
         yield Unchecked(
             directory.relative_to(root).as_posix(),
             "not complete",
@@ -393,7 +394,7 @@ def _examine_artifact(directory: Path, root: Path, on_read: OnRead | None) -> It
         problem = str(error)
     if not problem:
         yield Check(name, _whole(manifest.files))
-    elif directory.exists():  # another process may have removed it
+    elif exists(directory):  # another process may have removed it
         flow = "finetune" if stage in get_args(FinetuneStage) else "pretrain"
         flow = flow if stage else "pretrain` or `make finetune"
         named = f" (stage {stage})" if stage else ""
@@ -404,11 +405,11 @@ def _examine_artifact(directory: Path, root: Path, on_read: OnRead | None) -> It
 def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
     """Check a run's job file, its manifest, which lists the markers of checkpoints, and these."""
     files: dict[str, FileEntry] = {}
-    if (run / RUN_FILE).exists():
+    if exists(run / RUN_FILE):
         yield from _examine_job_file(run, root)
-        if not (run / MANIFEST_NAME).exists():
+        if not exists(run / MANIFEST_NAME):
             yield from _incomplete(run, root)
-    if (run / MANIFEST_NAME).exists():
+    if exists(run / MANIFEST_NAME):
         try:
             files = Manifest.read(run).files
         except FileAccessError as error:
@@ -450,7 +451,7 @@ def _examine_job_file(run: Path, root: Path) -> Iterator[Result]:
         problem = f"it cannot be parsed: {error}"
     if problem:
         # Without the manifest the stage runs again, from the last checkpoint.
-        paths = filter(Path.exists, (path, run / MANIFEST_NAME))
+        paths = filter(exists, (path, run / MANIFEST_NAME))
         yield Damage(
             name,
             problem,
@@ -493,11 +494,11 @@ def _compare_checkpoint(
     if not problems:
         yield Check(name, _whole(files))
         return
-    if not directory.exists() and not listed:  # deleted by its run, which keeps only some
+    if not exists(directory) and not listed:  # deleted by its run, which keeps only some
         return
     run = directory.parent.parent
     if directory.parent.name not in {CHECKPOINTS_NAME, BEST_NAME} or not any(
-        (run / name).exists() for name in (RUN_FILE, MANIFEST_NAME)
+        exists(run / name) for name in (RUN_FILE, MANIFEST_NAME)
     ):
         command = _delete(directory)
         remedy = "import it again into an empty directory, or copy it again from where it is whole"
@@ -514,5 +515,5 @@ def _compare_checkpoint(
 
 
 def _delete(*paths: Path) -> str:
-    flags = ["-r"] if any(path.is_dir() for path in paths) else []
+    flags = ["-r"] if any(is_dir(path) for path in paths) else []
     return shlex.join(["rm", *flags, "--", *map(str, paths)])

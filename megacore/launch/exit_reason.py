@@ -31,6 +31,7 @@ from megacore.errors import (
     one_line,
 )
 from megacore.launch.guard import JOB_VARIABLE, REASON_MARK, job_mark
+from megacore.paths import exists, glob
 
 LAUNCHER_REASON = "launcher_reason.json"
 """Name of the file with the launcher's own reason for ending the job, next to the ranks' reasons.
@@ -167,7 +168,7 @@ def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
         WorkspaceError: the file cannot be written.
     """
     path = Path(directory) / LAUNCHER_REASON
-    if not path.exists():
+    if not exists(path):
         with workspace_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(
@@ -211,7 +212,7 @@ def read_reasons(directory: Path, printed: Sequence[ExitReason] = ()) -> list[Ex
     Ranks with a failure of their own come first, then ranks that stopped on request, then ranks
     that failed only because another rank was gone.
     """
-    files = [read_record(path, ExitReason) for path in directory.glob("rank_*.json")]
+    files = [read_record(path, ExitReason) for path in glob(directory, "rank_*.json")]
     reasons = [reason for reason in files if reason is not None]  # None: torn by a crash
     written = {reason.rank for reason in reasons}
     reasons += [reason for reason in printed if reason.rank not in written]
@@ -226,7 +227,7 @@ def remove_rank_files(directory: Path, *more: str) -> None:
     They would be taken for files of the next attempt.
     """
     for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack", *more):
-        for old in directory.glob(pattern):
+        for old in glob(directory, pattern):
             old.unlink(missing_ok=True)
 
 

@@ -17,6 +17,7 @@ from megacore.errors import FileAccessError
 from megacore.launch.guard import catches
 from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
+from megacore.paths import exists
 
 REPORT = "launcher_report.json"
 """Name of the agents' report, next to the ranks' reasons."""
@@ -163,7 +164,7 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
     started = changed = time.monotonic()
     sizes: dict[int, int] = {}
     while (now := time.monotonic()) - started < _STACK_LIMIT:
-        new_sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+        new_sizes = {rank: path.stat().st_size for rank, path in paths.items() if exists(path)}
         if new_sizes != sizes:
             sizes, changed = new_sizes, now
         if now - changed > _QUIET and all(sizes.get(rank) for rank in signalled):
@@ -172,7 +173,7 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
     return {
         rank: path.read_text(encoding="utf-8", errors="replace")
         for rank, path in paths.items()
-        if path.exists()
+        if exists(path)
     }
 
 

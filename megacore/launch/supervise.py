@@ -39,6 +39,7 @@ from megacore.launch.watch import (
     oom_kills,
     read_launcher_state,
 )
+from megacore.paths import exists
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -117,7 +118,7 @@ def supervise(
             f"cannot start {command[0]}: no such executable file: install it or correct its path"
         )
     _prepare(log, exit_directory)
-    written = log.stat().st_size if log.exists() else 0
+    written = log.stat().st_size if exists(log) else 0
     mark = secrets.token_hex(16)
     attempt = Attempt(
         command[0],

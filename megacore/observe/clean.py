@@ -19,6 +19,7 @@ from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, RUN_FILE, Workspace
 from megacore.errors import ArtifactError, WorkspaceError
 from megacore.observe.runs import is_training
+from megacore.paths import exists, glob, is_dir, is_file, is_symlink, rglob
 
 RUNS = ("train", "finetune")
 """Stages that write in place and resume."""
@@ -52,7 +53,7 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
     removables = [
         _removable(path, "temporary of a write that ended")
         for pattern in ("*.tmp-*", ".write-test-*")
-        for path in sorted(workspace.root.glob(pattern))
+        for path in sorted(glob(workspace.root, pattern))
         if time.time() - path.lstat().st_mtime > _SETTLED
     ]
     for name in dict.fromkeys(FOLDERS.values()):
@@ -151,7 +152,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
     limit = _oldest(days)
     removables = _old_caches(workspace, days)
     for place in _members(workspace, workspace.folder("collect") / DOWNLOADS):
-        files = list(place.iterdir()) if place.is_dir() else []
+        files = list(place.iterdir()) if is_dir(place) else []
         if not files or any(file.lstat().st_mtime >= limit for file in files):
             continue
         locked = [
@@ -170,10 +171,10 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
     limit = _oldest(days)
     removables = []
     for stage, pattern in _CACHES.items():
-        for place in sorted((workspace.folder(stage) / DOWNLOADS).glob(pattern)):
-            if not place.is_dir() or _is_linked(workspace, place):
+        for place in sorted(glob(workspace.folder(stage) / DOWNLOADS, pattern)):
+            if not is_dir(place) or _is_linked(workspace, place):
                 continue
-            newest = max(path.lstat().st_mtime for path in (place, *place.rglob("*")))
+            newest = max(path.lstat().st_mtime for path in (place, *rglob(place, "*")))
             if newest < limit and not is_locked(place):
                 reason = f"downloaded more than {days:g} days ago"
                 removables.append(_removable(place, reason, place))
@@ -208,7 +209,7 @@ def _remove_unused(item: Removable) -> bool:
         free = all(held.enter_context(try_lock(owner)) for owner in item.owners)
         if not free or item.path.lstat().st_mtime_ns != item.mtime_ns:
             return False
-        if not item.path.is_dir():
+        if not is_dir(item.path):
             item.path.unlink()
             return True
         if TEMPORARY in item.path.name:
@@ -226,14 +227,14 @@ def _refuse_during_builds(workspace: Workspace) -> None:
     have to wait for days.
     """
     for run in _run_directories(workspace):
-        begins = not os.path.lexists(run / RUN_FILE) or (run / MANIFEST_NAME).exists()
+        begins = not os.path.lexists(run / RUN_FILE) or exists(run / MANIFEST_NAME)
         if begins and is_locked(run):
             raise WorkspaceError(
                 f"{run} waits for its start and does not name the artifacts that it needs yet, so "
                 "nothing was removed: try again when it trains"
             )
     for name in dict.fromkeys(FOLDERS.values()):
-        for path in (workspace.root / name).glob(f"[!.]*{TEMPORARY}*"):
+        for path in glob(workspace.root / name, f"[!.]*{TEMPORARY}*"):
             owner = path.with_name(path.name.split(TEMPORARY)[0])
             if is_locked(owner):
                 raise WorkspaceError(
@@ -271,7 +272,7 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
 
 def _run_directories(workspace: Workspace) -> Iterator[Path]:
     """Return the directories of all runs."""
-    folders = [(workspace.root / FOLDERS[stage]).glob("[!.]*") for stage in RUNS]
+    folders = [glob(workspace.root / FOLDERS[stage], "[!.]*") for stage in RUNS]
     return itertools.chain(*folders)
 
 
@@ -284,13 +285,13 @@ def _unknown_inputs(job: Path, reason: str) -> WorkspaceError:
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield the complete artifacts of a folder with their manifests. Raises WorkspaceError."""
-    for path in sorted(folder.glob("[!.]*")):
-        if TEMPORARY in path.name or not (path / MANIFEST_NAME).exists():
+    for path in sorted(glob(folder, "[!.]*")):
+        if TEMPORARY in path.name or not exists(path / MANIFEST_NAME):
             continue
         try:
             yield path, Manifest.read(path)
         except ArtifactError as error:
-            if not path.exists():  # another process removed it meanwhile
+            if not exists(path):  # another process removed it meanwhile
                 continue
             raise WorkspaceError(
                 f"nothing was removed, because the inputs of an artifact are unknown: {error}"
@@ -299,26 +300,26 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
 
 def _members(workspace: Workspace, folder: Path) -> list[Path]:
     """Return the visible files and directories of a folder that no symbolic link leads to."""
-    return [path for path in sorted(folder.glob("[!.]*")) if not _is_linked(workspace, path)]
+    return [path for path in sorted(glob(folder, "[!.]*")) if not _is_linked(workspace, path)]
 
 
 def _is_linked(workspace: Workspace, path: Path) -> bool:
     """Return True if a path below the workspace's root is or passes a symbolic link."""
     below = path.relative_to(workspace.root)
-    return any((workspace.root / part).is_symlink() for part in (below, *below.parents[:-1]))
+    return any(is_symlink(workspace.root / part) for part in (below, *below.parents[:-1]))
 
 
 def _temporary_saves(run_directory: Path) -> list[Path]:
     """Return the temporaries of checkpoint saves, or none while ranks without a task are alive."""
     parts = [
         path
-        for path in sorted((*run_directory.glob("checkpoints/*"), *run_directory.glob("best/*")))
+        for path in sorted((*glob(run_directory, "checkpoints/*"), *glob(run_directory, "best/*")))
         if TEMPORARY in path.name
     ]
     return [] if parts and is_training(run_directory) else parts
 
 
 def _removable(path: Path, reason: str, *owners: Path) -> Removable:
-    parts = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
-    size = sum(part.lstat().st_size for part in parts if part.is_file())
+    parts = rglob(path, "*") if is_dir(path) and not is_symlink(path) else [path]
+    size = sum(part.lstat().st_size for part in parts if is_file(part))
     return Removable(path, reason, size, owners, path.lstat().st_mtime_ns)

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Self
 
 from megacore.artifact.files import access_errors, naming, workspace_errors
 from megacore.errors import DataFormatError
+from megacore.paths import exists
 from megacore.redact import redact
 
 _BLOCK = 1 << 16
@@ -107,7 +108,7 @@ class EventReader:
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield the events that are complete now."""
-        if not self._path.exists():
+        if not exists(self._path):
             return
         offset = self._offset
         with access_errors(self._path), open(self._path, "rb") as file:
@@ -122,7 +123,7 @@ class EventReader:
 
     def newest_first(self) -> Iterator[dict[str, Any]]:
         """Yield the events that are complete now, from the end of the file to `offset`."""
-        if not self._path.exists():
+        if not exists(self._path):
             return
         with access_errors(self._path), open(self._path, "rb") as file:
             end, later = end_of_lines(file), b""
@@ -229,7 +230,7 @@ def _json_value(key: str, value: Any) -> Any:
 
 def _drop_torn_line(path: Path) -> None:
     """Cut the file after its last complete line; no reader has read further."""
-    if not path.exists():
+    if not exists(path):
         return
     with open(path, "rb+") as file:
         end = end_of_lines(file)

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.paths import glob
+
 WAIT = " wait"
 """Suffix of the names of phases in which a rank waits for others. These phases are nested in
 others."""
@@ -173,7 +175,7 @@ def read_heartbeat(path: Path) -> Beat | None:
 def read_heartbeats(directory: Path) -> list[Beat]:
     """Return the heartbeats in a directory that can be read now, sorted by rank."""
     try:
-        paths = list(directory.glob("rank_*.beat"))
+        paths = list(glob(directory, "rank_*.beat"))
     except OSError:  # Python 3.11 raises the errors of a directory
         return []
     beats = [read_heartbeat(path) for path in paths]

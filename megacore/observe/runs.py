@@ -14,6 +14,7 @@ from megacore.artifact.workspace import EVENTS_FILE, FOLDERS, RUN_FILE, workspac
 from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError, listed
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import ENDED, read_heartbeats
+from megacore.paths import exists, glob, is_dir, is_file
 
 RunState = Literal["running", "finished", "incomplete", "damaged"]
 
@@ -88,14 +89,14 @@ def named_directory(name: str | Path, root: Path | None = None) -> Path:
         ConfigError: if several runs and artifacts are called so.
     """
     path, text = Path(name), str(name)
-    if not text or "/" in text or path.exists() or Path(f"{path}.idx").exists():
+    if not text or "/" in text or exists(path) or exists(f"{path}.idx"):
         return path
     root = root or workspace_root()
     directories = [
         directory
         for folder in dict.fromkeys(FOLDERS.values())
-        for directory in sorted((root / folder).glob("[!.]*"))
-        if TEMPORARY not in directory.name and directory.is_dir()
+        for directory in sorted(glob(root / folder, "[!.]*"))
+        if TEMPORARY not in directory.name and is_dir(directory)
     ]
     matches = [
         directory
@@ -131,9 +132,9 @@ def is_training(directory: Path) -> bool:
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
+    if is_dir(folder):
         for directory in sorted(folder.iterdir()):
-            if (directory / RUN_FILE).is_file():
+            if is_file(directory / RUN_FILE):
                 yield directory
 
 
@@ -159,7 +160,7 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
         planned = config["train"]["max_steps" if fine_tunes else "train_iters"]
         run.update(name=config["name"], train_iters=planned)
         run.update(_progress(directory / EVENTS_FILE, fine_tunes=fine_tunes))
-        manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
+        manifest = Manifest.read(directory) if exists(directory / MANIFEST_NAME) else None
     except (OSError, ValueError, KeyError, TypeError, *_UNREAD):
         return run
     if manifest is not None:
@@ -213,7 +214,7 @@ def _evaluated_perplexities(workspace: Workspace) -> dict[str, dict[str, float]]
     """
     perplexities: dict[str, dict[str, float]] = {}
     folder = workspace.folder("evaluate")
-    for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(glob(folder, f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
         try:
             manifest = Manifest.read(path.parent)
         except (ArtifactError, FileAccessError):

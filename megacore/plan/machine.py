@@ -14,6 +14,7 @@ from megacore.errors import ConfigError
 from megacore.foreign.files import first_file, nearest, read_yaml, shortened
 from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
+from megacore.paths import glob, is_file
 
 HARDWARE_DIR = Path("conf/hardware")
 MEASURED = "measured"
@@ -184,7 +185,7 @@ def load_machine(name: str) -> Machine:
     file = f"{name.lower()}.yaml"
     candidate = first_file((Path(name), *(each / file for each in directories)))
     if candidate is None:
-        known = sorted({path.stem for each in directories for path in each.glob("*.yaml")})
+        known = sorted({path.stem for each in directories for path in glob(each, "*.yaml")})
         raise ConfigError(
             f"no hardware named {shortened(repr(name))}: neither that file nor "
             f"{shortened(str(directories[0] / file))} exists{nearest(name, known)}"
@@ -259,7 +260,7 @@ def _core(hardware: Hardware) -> Machine:
 
 def _measured(hardware: Hardware, precision: str) -> Machine | None:
     """Return the file of `megacore doctor --calibrate` for such devices, or None."""
-    if not (HARDWARE_DIR / LOCAL_FILE).is_file():
+    if not is_file(HARDWARE_DIR / LOCAL_FILE):
         return None
     machine = load_machine(str(HARDWARE_DIR / LOCAL_FILE))
     fits = machine.device == hardware.device_type and precision in machine.tflops

@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megacore.config.checks import check_device
 from megacore.config.deepspeed import zero_of
@@ -20,6 +19,7 @@ from megacore.hardware import Hardware, owner_of
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
+from megacore.paths import is_dir
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
 from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
 from megacore.plan.memory import (
@@ -306,7 +306,7 @@ def gib(count: int) -> str:
 def _check_nvme(run: str, directory: str | None, need: MemoryEstimate, room: Room) -> None:
     if not need.nvme or directory is None:
         return
-    if not Path(directory).is_dir():
+    if not is_dir(directory):
         raise ConfigError(
             f"{run} offloads to nvme but its path {directory} is no directory: make it"
         )

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megacore.artifact.files import read_bytes, replace_file, unreadable, workspace_errors
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError, one_line
+from megacore.paths import is_dir
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
@@ -59,7 +60,7 @@ def predict_table(source: Path, output: Path) -> tuple[int, int]:
         WorkspaceError: the output cannot be written; what it contained is unchanged.
     """
     columns, rows = _read(source)
-    if not output.parent.is_dir():
+    if not is_dir(output.parent):
         raise WorkspaceError(f"{output} cannot be written: {output.parent} is no directory")
     predictions = [predict_row(row) for row in rows]
     text = io.StringIO(newline="")

@@ -16,6 +16,7 @@ from megacore.config.data import (
     TrainWordPieceTokenizer,
 )
 from megacore.errors import ConfigError
+from megacore.paths import is_file
 
 HUB_VOCAB_SIZE = 50_257
 """Assumed number of entries of a tokenizer that is not yet downloaded from the hub: GPT-2's."""
@@ -39,7 +40,7 @@ def _own_entries(tokenizer: TokenizerChoice) -> int:
             file = tokenizer.local_file
             return HUB_VOCAB_SIZE if file is None else _entries(file, "data.tokenizer.name")
         case Gpt2BpeTokenizer():
-            if not Path(tokenizer.merge_file).is_file():
+            if not is_file(tokenizer.merge_file):
                 raise ConfigError(
                     f"data.tokenizer.merge_file: {tokenizer.merge_file} is no file: correct the "
                     "path"

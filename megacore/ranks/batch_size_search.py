@@ -20,6 +20,7 @@ from megacore.errors import ConfigError, MemoryExhaustedError, RankLostError
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware, memory_info
 from megacore.jobs.finetune import FinetuneJob, ProbeJob
+from megacore.paths import exists
 from megacore.ranks.stages import finetune, nothing, run_ranks
 
 
@@ -366,7 +367,7 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
     except MemoryExhaustedError as error:
         return TooLarge(str(error))
     except RankLostError as error:
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = log.read_text(encoding="utf-8", errors="replace") if exists(log) else ""
         if (abort := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
             raise
         return TooLarge(f"{abort}: {error}")

@@ -22,6 +22,7 @@ from megacore.jobs.model import ModelJob, ResultJob
 from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.supervise import supervise
+from megacore.paths import glob
 from megacore.plan.advice import Deployment, memory_advice
 from megacore.plan.memory import GIB
 from megacore.ranks.operators import prepare_operators
@@ -177,7 +178,7 @@ def _checkpoints(run_directory: Path) -> dict[Path, int]:
     """Return the checkpoints of a run with the modification time of their markers."""
     return {
         marker.parent: marker.stat().st_mtime_ns
-        for marker in sorted(run_directory.glob(f"*/iter_*/{MARKER_NAME}"))
+        for marker in sorted(glob(run_directory, f"*/iter_*/{MARKER_NAME}"))
         if STALE_SUFFIX not in marker.parent.name
     }
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from megacore.artifact.files import access_error, read_json, reason_of, write_json
 from megacore.errors import DataFormatError
+from megacore.paths import exists
 
 MAGIC = b"MMIDIDX\x00\x00"
 FORMAT_VERSION = 1
@@ -266,11 +267,11 @@ def write_members(directory: Path, members: Sequence[Path]) -> None:
 def token_prefixes(directory: str | Path) -> tuple[str, ...]:
     """Return the prefixes of a directory's token files. Raises DataFormatError if it has none."""
     listing = Path(directory, MEMBERS_NAME)
-    if listing.exists():
+    if exists(listing):
         return tuple(prefix for member in _members(listing) for prefix in token_prefixes(member))
     for name in TOKENS_NAMES:
         prefix = Path(directory, name)
-        if idx_path(prefix).exists():
+        if exists(idx_path(prefix)):
             return (str(prefix),)
     raise DataFormatError(
         f"{directory} has neither token files nor {MEMBERS_NAME}: run the tokenize stage again"

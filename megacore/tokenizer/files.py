@@ -22,6 +22,7 @@ from megacore.corpus.formats import SUFFIXES
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
+from megacore.paths import exists, is_dir
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.token_files.indexed_dataset_writer import (
     IndexedDatasetWriter,
@@ -79,10 +80,10 @@ def check_output(target: str, *, overwrite: bool) -> None:
     directory, or if a parent of it is a file.
     """
     for path in (Path(f"{target}{suffix}") for suffix in _SUFFIXES):
-        if path.is_dir():
+        if is_dir(path):
             raise ConfigError(f"{path} is a directory: give another --output-prefix")
     for folder in Path(target).absolute().parents:
-        if folder.exists() and not folder.is_dir():
+        if exists(folder) and not is_dir(folder):
             raise ConfigError(f"{folder} is a file: give another --output-prefix")
     existing = [
         f"{target}{suffix}" for suffix in (".bin", ".idx") if os.path.lexists(f"{target}{suffix}")
@@ -159,7 +160,7 @@ def tokenize_files(
 def _readable(choice: ExistingTokenizer) -> Path | None:
     """Return the path of a local tokenizer.json, or None if the tokenizer has none."""
     path = Path(choice.name) if isinstance(choice, HfTokenizer) else None
-    return path if path is not None and path.exists() else None
+    return path if path is not None and exists(path) else None
 
 
 def _parameters(

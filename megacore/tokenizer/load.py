@@ -23,6 +23,7 @@ from megacore.artifact.files import (
     write_json,
 )
 from megacore.errors import DataFormatError, FileAccessError, one_line
+from megacore.paths import exists
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -283,7 +284,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise DataFormatError(
             f"{path} is missing or damaged ({reason_of(error)}): build the tokenizer again"
         ) from error
-    if Path(directory, MODEL_NAME).exists():
+    if exists(Path(directory, MODEL_NAME)):
         # Imported here because only SentencePiece models need it.
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 

@@ -17,6 +17,7 @@ from megacore.artifact.files import reason_of
 from megacore.config.data import Splitter
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
 from megacore.launch.workers import WorkerPool
+from megacore.paths import is_dir, is_file, rglob
 from megacore.tokenizer.load import text_batches
 
 VERSION = 1
@@ -172,11 +173,11 @@ def model_directory(directory: Path, language: str) -> Path:
     Raises DataFormatError if there is none.
     """
     root = directory / _MODELS
-    if (root / language).is_dir():
+    if is_dir(root / language):
         return root / language
     known = (
-        ", ".join(sorted(path.name for path in root.iterdir() if path.is_dir()))
-        if root.is_dir()
+        ", ".join(sorted(path.name for path in root.iterdir() if is_dir(path)))
+        if is_dir(root)
         else "none"
     )
     raise DataFormatError(
@@ -205,7 +206,7 @@ def download_punkt(directory: Path, language: str) -> dict[str, int]:
     if not fetched:
         raise _unreachable("nltk gave no reason")
     model_directory(directory, language)
-    return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
+    return {"bytes": sum(path.stat().st_size for path in rglob(directory, "*") if is_file(path))}
 
 
 def find_punkt(language: str) -> Path | None:
@@ -213,7 +214,7 @@ def find_punkt(language: str) -> Path | None:
     from nltk import data
 
     for name in data.path:
-        if Path(name, _MODELS, language).is_dir():
+        if is_dir(Path(name, _MODELS, language)):
             return Path(name)
     return None
 

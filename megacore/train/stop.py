@@ -14,6 +14,7 @@ from megacore.artifact.files import workspace_errors
 from megacore.artifact.workspace import STOP_FILE
 from megacore.config.train import TrainConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
+from megacore.paths import exists
 
 StopReason = Literal["signal", "exit_duration", "stop_file", "exit_interval"]
 
@@ -142,5 +143,5 @@ class StopRequest:
         if self._watches and not self._file_seen and now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
             with suppress(OSError):  # a lost mount is no request: the next check decides
-                self._file_seen = self.file.exists()
+                self._file_seen = exists(self.file)
         return self._file_seen

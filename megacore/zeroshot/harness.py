@@ -32,6 +32,7 @@ from megacore.errors import (
     WorkspaceError,
     one_line,
 )
+from megacore.paths import exists, is_dir, is_file, rglob
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -59,7 +60,7 @@ def check_tasks(config: LmEvalConfig, positions: int) -> None:
         return
     _check_installed()
     directory = config.include_path
-    if directory is not None and not Path(directory).is_dir():
+    if directory is not None and not is_dir(directory):
         raise ConfigError(
             f"evaluate.lm_eval.include_path is {directory}, which is not a directory: give the "
             "directory with the tasks' YAML files, or remove it"
@@ -158,7 +159,7 @@ def task_files(directory: str | None) -> dict[str, str] | None:
     """
     if directory is None:
         return None
-    files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+    files = sorted(path for path in rglob(directory, "*") if is_file(path))
     files = [path for path in files if "__pycache__" not in path.parts]
     included: set[Path] = set()
     data: set[str] = set()  # many tasks may name the same
@@ -216,12 +217,12 @@ def _read_task(path: Path, directory: str, included: set[Path]) -> dict[str, Any
         return {}
     if path in included:
         modules = {_real(path.parent / f"{name}.py") for name in _modules(content)}
-        included |= {module for module in modules if module.is_file()}
+        included |= {module for module in modules if is_file(module)}
     names = task.pop("include", None) or []
     values: dict[str, Any] = {}
     for name in names if isinstance(names, list) else [names]:
         base = _real(path.parent / str(name))
-        if not base.is_file():
+        if not is_file(base):
             raise ConfigError(
                 f"evaluate.lm_eval.include_path is {directory}, and {path} includes {name}, but "
                 f"there is no file {base}: correct or remove it"
@@ -255,7 +256,7 @@ def _local_data(task: dict[str, Any]) -> Iterator[str]:
     arguments: dict[str, Any] = values if isinstance(values, dict) else {}
     path, folder = task.get("dataset_path"), arguments.get("data_dir")
     base = ""
-    if isinstance(path, str) and path not in _FORMATS and os.path.exists(path):
+    if isinstance(path, str) and path not in _FORMATS and exists(path):
         yield path
         base = path
     elif isinstance(path, str) and "/" in path:
@@ -266,7 +267,7 @@ def _local_data(task: dict[str, Any]) -> Iterator[str]:
     for pattern in patterns:
         place = os.path.join(glob.escape(base), pattern)
         yield from glob.glob(place, recursive=True)
-    if isinstance(folder, str) and not patterns and os.path.isdir(base):
+    if isinstance(folder, str) and not patterns and is_dir(base):
         yield base
 
 
@@ -287,7 +288,7 @@ _MOST_BYTES = 4 << 30
 
 def _digest(path: Path) -> str:
     """Return the digest of a file's content, or one of a directory's files without hidden ones."""
-    if not path.is_dir():
+    if not is_dir(path):
         return file_digest(path)
     states = {name: (path / name).stat() for name in sorted(_files_below(path))}
     if sum(state.st_size for state in states.values()) <= _MOST_BYTES:
@@ -313,7 +314,7 @@ def _files_below(directory: Path) -> Iterator[str]:
         # in order, so that of two links to one directory always the same is followed
         folders[:] = sorted({name for name in folders if name[0] != "."} - {"__pycache__"})
         paths = (Path(folder, name) for name in names if name[0] != ".")
-        yield from (str(path.relative_to(directory)) for path in paths if path.is_file())
+        yield from (str(path.relative_to(directory)) for path in paths if is_file(path))
 
 
 def score_model(

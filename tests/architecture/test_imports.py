@@ -90,6 +90,29 @@ def test_optional_packages_have_one_place_and_are_imported_lazily(package: str) 
             assert not item.at_import, f"{path}:{item.line} imports {item.module} at module level"
 
 
+def test_errors_of_the_file_system_are_no_absence() -> None:
+    """pathlib's methods take EIO and EACCES for a missing file, since Python 3.14 at the latest."""
+    silent = {"exists", "is_file", "is_dir", "is_symlink", "glob", "rglob"}
+    found = [
+        f"{path}:{node.lineno} calls pathlib's {node.attr} instead of megacore.paths"
+        for path in python_files("megacore", "tasks", "flows")
+        if path != Path("megacore/paths.py")
+        for node in _methods(tree(path))
+        if node.attr in silent
+    ]
+    assert found == []
+
+
+def _methods(module: ast.Module) -> Iterator[ast.Attribute]:
+    """Yield the methods that a module calls, and those of Path that it passes on."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if ast.unparse(node.func.value) not in ("glob", "os.path"):
+                yield node.func
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Path":
+            yield node
+
+
 def printed(script: str) -> list[str]:
     """Return the words that a script prints in a separate process."""
     result = subprocess.run(

@@ -34,6 +34,7 @@ from megacore.errors import (
     MemoryExhaustedError,
     WorkerLostError,
 )
+from megacore.paths import glob
 
 _ELEMENTS = 1000
 """Most elements of an array by default: Slurm's default MaxArraySize is 1001."""
@@ -172,7 +173,7 @@ class _Array:
         """Write the record, the plan and the script of the array, and return the script's path."""
         self._submission.write(self._folder)  # the array can be found by its name
         with workspace_errors(self._folder):
-            for old in self._folder.glob("failed-*.json"):
+            for old in glob(self._folder, "failed-*.json"):
                 old.unlink()
             plan = {
                 "token": self._submission.token,
@@ -257,7 +258,7 @@ class _Array:
 
     def failure(self) -> MegacoreError | None:
         """Return the error that a task ended with, if there is one."""
-        for path in sorted(self._folder.glob("failed-*.json")):
+        for path in sorted(glob(self._folder, "failed-*.json")):
             values = read_json(path)
             return ERROR_TYPES[values["error"]](values["message"])
         return None

@@ -20,6 +20,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.launch.guard import ignore_stops
 from megacore.launch.watch import State
+from megacore.paths import is_file
 
 TIMEOUT = 60.0
 """Seconds for a command to answer; the scheduler may be busy."""
@@ -206,7 +207,7 @@ def say(text: str) -> None:
 
 def check_template(template: str | None, setting: str) -> None:
     """Raise ConfigError if the user's template, named by the option `setting`, is not a file."""
-    if template is not None and not Path(template).is_file():
+    if template is not None and not is_file(template):
         raise ConfigError(
             f"{setting} is {template!r}, and there is no such file: correct it, or set it to null"
         )

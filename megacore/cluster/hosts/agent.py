@@ -47,6 +47,7 @@ from megacore.hardware import shared_versions
 from megacore.launch.guard import catches, descendants, end_all, guarded, marked
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
+from megacore.paths import glob
 
 HEADLESS_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""
@@ -328,7 +329,7 @@ class HostRanks:
         if self._copies is None:
             return []
         changed = []
-        for path in sorted(self._directory.glob("rank_*")):
+        for path in sorted(glob(self._directory, "rank_*")):
             match = RANK_FILE.fullmatch(path.name)
             if match is not None and int(match[1]) in self._numbers:
                 with contextlib.suppress(OSError):
@@ -341,7 +342,7 @@ class HostRanks:
     def _clear(self) -> None:
         """Remove the files of an earlier attempt's ranks, which must not count for these ranks."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.glob("rank_*"):
+        for path in glob(self._directory, "rank_*"):
             if RANK_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 

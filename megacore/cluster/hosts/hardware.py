@@ -14,6 +14,7 @@ from megacore.config.hostfile import hosts_of, is_this_machine
 from megacore.config.launch import LaunchConfig
 from megacore.errors import FileAccessError, HostsSilentError
 from megacore.hardware import Hardware
+from megacore.paths import is_dir
 
 ANSWER_LIMIT = 30.0
 """Seconds for a host to answer, which may read Python from a cold file share first."""
@@ -80,7 +81,7 @@ def _first_answer(hosts: tuple[str, ...], ssh_config: str | None) -> Hardware:
 
 def _remember(hardware: Hardware, ssh_config: str | None) -> None:
     """Write a host's answer into the workspace, if that exists."""
-    if workspace_root().is_dir():
+    if is_dir(workspace_root()):
         answer = {
             "time": time.time(),
             "ssh_config": ssh_config,

@@ -20,6 +20,7 @@ from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
 from megacore.hardware import SHARED_PACKAGES
 from megacore.launch.failure import REPEATS, RESUMES
+from megacore.paths import is_file
 
 RESUMED = frozenset({"megacore.ranks.pretrain", "megacore.ranks.finetune"})
 """Entry points of the ranks that save checkpoints and resume from them."""
@@ -224,7 +225,7 @@ def env_file_of(setting: str | None) -> str | None:
     defaults = [
         path
         for path in (Path.cwd() / DEFAULT_ENV_FILE, Path.home() / DEFAULT_ENV_FILE)
-        if path.is_file()
+        if is_file(path)
     ]
     return str(defaults[0]) if defaults else None
 

@@ -32,6 +32,7 @@ from megacore.artifact.files import sync_directory, sync_tree
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, iteration_of
 from megacore.cluster.placement.files import COPY_MARK, Item
+from megacore.paths import exists, glob, is_dir, is_file, rglob
 
 SET_ASIDE = "set-aside"
 """Name of the run's subdirectory for complete checkpoints that this host wrote itself, instead of
@@ -55,7 +56,7 @@ def _missing(item: Item) -> str | None:
 
     No content is read, because the other hosts see the same files.
     """
-    if not item.directory.is_dir():
+    if not is_dir(item.directory):
         return f"{item.directory} is not there"
     for name, entry in item.entries.items():
         path = item.directory / name
@@ -77,10 +78,10 @@ def _prove(directory: str, name: str, answer: str) -> str | None:
         answer: name of the file to write for the starting host.
     """
     path = Path(directory)
-    if not path.is_dir():
+    if not is_dir(path):
         return f"{path} is not there"
     token = path / name
-    if not token.exists():
+    if not exists(token):
         return (
             f"{path} is another directory than on the machine that starts the run: {name}, "
             "written there, is not"
@@ -112,14 +113,14 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
         `items`, with the files to copy and the temporary directory of each item, and `rsync`, True
         if rsync is installed; or only `problem`.
     """
-    if not Path(run["proof"]).exists():  # otherwise these are the starting host's own files
+    if not exists(run["proof"]):  # otherwise these are the starting host's own files
         shutil.rmtree(run["exit"], ignore_errors=True)
         if run["root"]:
             _clear(Path(run["root"]), run["keep"])
     answers: list[dict[str, Any]] = []
     needed: dict[int, list[Any]] = {}
     for item in items:
-        if item.directory.exists() and not item.directory.is_dir():
+        if exists(item.directory) and not is_dir(item.directory):
             return {"problem": f"{item.directory} is no directory ({item.role}): move it away"}
         _remove_stale_copies(item.directory)
         wrong = {
@@ -178,7 +179,7 @@ def _open(item: Item, temporary: Path, wrong: Iterable[str]) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    while not path.exists():
+    while not exists(path):
         path = path.parent
     return path
 
@@ -186,11 +187,11 @@ def _nearest(path: Path) -> Path:
 def _remove_stale_copies(directory: Path) -> None:
     """Remove the directories of interrupted copies."""
     siblings = (
-        directory.parent.glob(f"{directory.name}{_COPY}*") if directory.parent.is_dir() else ()
+        glob(directory.parent, f"{directory.name}{_COPY}*") if is_dir(directory.parent) else ()
     )
-    for path in [*siblings, *directory.glob(f"files{_COPY}*")]:
+    for path in [*siblings, *glob(directory, f"files{_COPY}*")]:
         with contextlib.suppress(FileNotFoundError):  # another job has just finished its copy
-            changed = max(part.lstat().st_ctime for part in [path, *path.rglob("*")])
+            changed = max(part.lstat().st_ctime for part in [path, *rglob(path, "*")])
             if time.time() - changed > _STALE_SECONDS:
                 shutil.rmtree(path)
 
@@ -201,14 +202,14 @@ def _clear(root: Path, keep: str) -> None:
     Other copies are removed, and checkpoints that this host wrote itself are moved.
     """
     (root / TRACKER_NAME).unlink(missing_ok=True)
-    for path in sorted(root.glob("iter_*")):
+    for path in sorted(glob(root, "iter_*")):
         if _COPY in path.name:
             continue
         if iteration_of(path) is None:
             shutil.rmtree(path)  # an incomplete save
-        elif path.name != keep and (path / COPY_MARK).exists():
+        elif path.name != keep and exists(path / COPY_MARK):
             remove_tree(path)
-        elif not (path / COPY_MARK).exists():
+        elif not exists(path / COPY_MARK):
             _set_aside(path, root.with_name(SET_ASIDE))
 
 
@@ -219,7 +220,7 @@ def _set_aside(path: Path, folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     target, number = folder / path.name, 1
-    while target.exists():
+    while exists(target):
         target, number = folder / f"{path.name}-{number}", number + 1
     os.rename(path, target)
     sync_directory(folder)
@@ -252,7 +253,7 @@ def finish(items: list[Item], token: str, copied: list[list[str]]) -> dict[str, 
 def _copied_problem(item: Item, temporary: Path, names: list[str]) -> str | None:
     for name in names:
         path, entry = temporary / name, item.entries[name]
-        if not path.is_file() or path.stat().st_size != entry.size:
+        if not is_file(path) or path.stat().st_size != entry.size:
             return f"{item.directory / name} was not copied completely"
         if file_digest(path) != entry.sha256:
             return (
@@ -267,7 +268,7 @@ def _appear(item: Item, temporary: Path) -> None:
     That job may be reading the same directory.
     """
     target = item.directory
-    if target.exists():
+    if exists(target):
         if all(_problem(item, name) is None for name in item.entries):
             shutil.rmtree(temporary)
             return

@@ -40,6 +40,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import HostLostError, LaunchError
 from megacore.jobs.model import ModelJob
 from megacore.jobs.run import TrainJob
+from megacore.paths import exists, glob, is_file
 
 _SHORT = 60.0
 """Seconds for a host to check the sizes of files."""
@@ -149,7 +150,7 @@ def _check_proof(host: str, problem: str | None, answer: Path, token: str) -> No
     if problem is not None:
         raise LaunchError(_not_shared(host, problem))
     deadline = time.monotonic() + _SETTLES
-    while not (answer.is_file() and answer.read_text(encoding="ascii") == token):
+    while not (is_file(answer) and answer.read_text(encoding="ascii") == token):
         if time.monotonic() > deadline:
             raise LaunchError(
                 _not_shared(host, f"{answer.name}, written there, is not in {answer.parent} here")
@@ -170,7 +171,7 @@ def _remove_answers(ssh: Ssh, answers: Mapping[str, Sequence[Path]]) -> None:
     """Remove the hosts' answers, over ssh if they are not visible here."""
     invisible = {}
     for host, files in answers.items():
-        visible = [file for file in files if file.exists()]
+        visible = [file for file in files if exists(file)]
         for file in visible:
             with suppress(OSError):
                 file.unlink()
@@ -202,7 +203,7 @@ def _tokens(directories: Sequence[Path]) -> Iterator[str]:
 
 def _remove_old_tokens(directory: Path) -> None:
     """Remove the tokens of preparations that were killed."""
-    for path in directory.glob(f"{_TOKEN}*"):
+    for path in glob(directory, f"{_TOKEN}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _TOKEN_LIVES:
                 path.unlink()

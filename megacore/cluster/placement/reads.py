@@ -19,6 +19,7 @@ from megacore.errors import ArtifactError, CheckpointError, LaunchError
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob, ZeroShotJob
 from megacore.jobs.run import EvaluateJob, Job, TrainJob
+from megacore.paths import glob, is_file, rglob
 from megacore.token_files.indexed_dataset import bin_path, idx_path
 
 PlacedJob = Job | FinetuneJob | ModelJob
@@ -52,7 +53,7 @@ def items_of(job: PlacedJob, checkpoints: Sequence[Path]) -> list[Item]:
     full = not isinstance(job, ModelJob) and job.config.verify == "full"
     loose, directories = _Loose(full), dict[Path, Item]()
     for role, directory, files in _read_by(job):
-        if (directory / MANIFEST_NAME).is_file():
+        if is_file(directory / MANIFEST_NAME):
             directories.setdefault(directory, _artifact(role, directory, full))
         elif files:
             loose.add(role, files)
@@ -61,7 +62,7 @@ def items_of(job: PlacedJob, checkpoints: Sequence[Path]) -> list[Item]:
                 f"{role}: {directory} is not there on this machine, or has no file: build it again"
             )
     job_directory = Path(job.exit_directory).absolute().parent
-    job_files = [job_directory / name for name in JOB_FILES if (job_directory / name).is_file()]
+    job_files = [job_directory / name for name in JOB_FILES if is_file(job_directory / name)]
     for item in map(_checkpoint, checkpoints):
         directories.setdefault(item.directory, item)
     listed = [*directories.values(), *loose.items.values()]
@@ -135,12 +136,12 @@ def _read_by(job: PlacedJob) -> Iterator[_Read]:
 
 def _directory(role: str, name: str) -> _Read:
     path = Path(name).absolute()
-    return role, path, sorted(file for file in path.rglob("*") if file.is_file())
+    return role, path, sorted(file for file in rglob(path, "*") if is_file(file))
 
 
 def _tokenizer(directory: str) -> _Read:
     path = Path(directory).absolute()
-    return "tokenizer", path, sorted(file for file in path.glob("*") if file.is_file())
+    return "tokenizer", path, sorted(file for file in glob(path, "*") if is_file(file))
 
 
 def _artifact(role: str, directory: Path, full: bool) -> Item:
@@ -164,7 +165,7 @@ def _checkpoint(directory: Path) -> Item:
     entries = {name: Entry(file.size, 0, file.sha256) for name, file in marker.files.items()}
     entries[MARKER_NAME] = _entry("checkpoint", directory / MARKER_NAME, hashed=True)
     for name in marker.files:
-        if not (directory / name).is_file():
+        if not is_file(directory / name):
             raise CheckpointError(f"checkpoint {directory} lacks {name}: use another checkpoint")
     return Item("checkpoint", directory, True, entries, full=True, checkpoint=True)
 

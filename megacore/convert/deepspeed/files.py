@@ -12,6 +12,7 @@ from megacore.artifact.files import reason_of, regular
 from megacore.convert.inert import Record, load_inert_mapping
 from megacore.convert.key_map import NAMED_AT_ONCE
 from megacore.errors import CheckpointError, ConversionError, one_line
+from megacore.paths import glob, is_dir, is_file
 
 LATEST = ("latest", "latest_universal")
 """Files in a run's directory that name its newest checkpoint, or its newest universal checkpoint.
@@ -53,7 +54,7 @@ class Saved:
     def files(self) -> tuple[Path, ...]:
         """All files of the checkpoint."""
         parameters = [
-            path for folder in self.universal.values() for path in sorted(folder.glob("*.pt"))
+            path for folder in self.universal.values() for path in sorted(glob(folder, "*.pt"))
         ]
         saved = (self.model, self.divided_model, self.optimizer, self.layers)
         return (*(path for kind in saved for path in kind.values()), *parameters)
@@ -130,13 +131,13 @@ def checkpoint_directory(directory: Path) -> Path:
     Raises:
         CheckpointError: if there is no checkpoint.
     """
-    if not directory.is_dir():
+    if not is_dir(directory):
         raise CheckpointError(
             f"{directory} is no directory: give a run's with a file latest, or one global_step*"
         )
-    if (directory / UNIVERSAL).is_dir() or any(directory.glob("*_states.pt")):
+    if is_dir(directory / UNIVERSAL) or any(glob(directory, "*_states.pt")):
         return directory
-    tracker = next((directory / name for name in LATEST if (directory / name).is_file()), None)
+    tracker = next((directory / name for name in LATEST if is_file(directory / name)), None)
     if tracker is None:
         raise CheckpointError(
             f"{directory} is no checkpoint of DeepSpeed: it has neither *_model_states.pt, nor "
@@ -148,7 +149,7 @@ def checkpoint_directory(directory: Path) -> Path:
         raise CheckpointError(
             f"{tracker} cannot be read ({reason_of(error)}): give the directory of one checkpoint"
         ) from error
-    if not tag or not (directory / tag).is_dir():
+    if not tag or not is_dir(directory / tag):
         raise CheckpointError(
             f"{tracker} names {tag!r}, which is not there: give the directory of one checkpoint"
         )
@@ -181,10 +182,10 @@ def saved_files(directory: Path) -> Saved:
                     f"and model rank {rank[1]}: remove the one that an earlier run left"
                 )
             saved.optimizer[rank] = path
-    if (directory / UNIVERSAL).is_dir():
+    if is_dir(directory / UNIVERSAL):
         saved.universal = {
             path.parent.name: path.parent
-            for path in sorted((directory / UNIVERSAL).glob("*/fp32.pt"))
+            for path in sorted(glob(directory / UNIVERSAL, "*/fp32.pt"))
         }
         if not saved.universal:
             raise CheckpointError(

@@ -21,6 +21,7 @@ from megacore.convert.inert import load_inert, load_inert_mapping
 from megacore.convert.key_map import Shape
 from megacore.convert.megatron.table import leaves
 from megacore.errors import CheckpointError, ConversionError
+from megacore.paths import is_file
 
 FP32 = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,13 +122,13 @@ def universal_parts(saved: Saved) -> Parts:
     for name, folder in saved.universal.items():
         for kind in KINDS:
             path = folder / f"{kind}.pt"
-            if kind != FP32 and not path.is_file():
+            if kind != FP32 and not is_file(path):
                 continue
             parts.kinds[kind][name] = _universal_tensor(path, shapes.get(name))
-        if (folder / "step.pt").is_file():
+        if is_file(folder / "step.pt"):
             parts.steps.add(_universal_step(folder / "step.pt"))
     common = saved.directory / UNIVERSAL / "optimizer_state.pt"
-    if not parts.steps and common.is_file():
+    if not parts.steps and is_file(common):
         state = load_inert_mapping(common)
         with reading(common):
             # With ZeRO stage 3, and only then, this file has the first rank's complete state.

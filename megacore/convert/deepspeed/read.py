@@ -40,6 +40,7 @@ from megacore.errors import CheckpointError, ConfigError, ConversionError
 from megacore.jobs.run import TrainJob
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.paths import is_file
 from megacore.tensor_parallel import partitions
 
 _WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
@@ -435,12 +436,12 @@ def _find_model_spec(directory: Path) -> ModelSpec:
     """
     candidates = [directory, *directory.absolute().parents][:_LEVELS]
     for candidate in candidates:
-        if (candidate / RUN_FILE).is_file():
+        if is_file(candidate / RUN_FILE):
             try:
                 return TrainJob.read(candidate / RUN_FILE).spec
             except ConfigError as error:
                 raise CheckpointError(str(error)) from error
-        if (candidate / STATE_NAME).is_file():
+        if is_file(candidate / STATE_NAME):
             return read_spec(candidate)
     raise ConversionError(
         f"{directory} holds a model of megacore and does not say which: put the {RUN_FILE} of its "

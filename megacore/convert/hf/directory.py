@@ -18,6 +18,7 @@ from megacore.convert.inert import not_dense
 from megacore.convert.key_map import KeyMap, LazyTensors
 from megacore.convert.source import Foreign
 from megacore.errors import ConversionError, FileAccessError
+from megacore.paths import glob, is_file
 
 _PICKLED = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -65,7 +66,7 @@ def with_tokens_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
     Raises:
         ConversionError: if generation_config.json is damaged.
     """
-    if not (directory / GENERATION_NAME).is_file():
+    if not is_file(directory / GENERATION_NAME):
         return spec
     generation = HfConfig.read(directory, GENERATION_NAME)
     special = spec.special_tokens.with_ends(generation.tokens("eos_token_id"), spec.vocab_size)
@@ -160,16 +161,16 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
         "pytorch_model*.bin",
         _PICKLED_INDEX,
     )
-    return tuple(sorted({path for pattern in patterns for path in directory.glob(pattern)}))
+    return tuple(sorted({path for pattern in patterns for path in glob(directory, pattern)}))
 
 
 def tensor_readers(directory: Path) -> dict[str, Reader]:
     """Return the function that reads each tensor of a directory, by its name in the files."""
     forms = ((FILE_NAME, INDEX_NAME, _safetensors), (_PICKLED, _PICKLED_INDEX, _pickled))
     for file, index, read in forms:
-        if (directory / file).is_file():
+        if is_file(directory / file):
             return read(directory / file)
-        if (directory / index).is_file():
+        if is_file(directory / index):
             return _indexed(directory, directory / index, read)
     names = ", ".join(name for file, index, _ in forms for name in (file, index))
     raise ConversionError(f"{directory} has no weights: none of {names} is there")
@@ -187,7 +188,7 @@ def _indexed(
         raise ConversionError(f"{index} is damaged ({reason_of(error)}): copy it again") from error
     if not plain:
         raise ConversionError(f"{index} names files outside of {directory}: {', '.join(files)}")
-    missing = [file for file in files if not (directory / file).is_file()]
+    missing = [file for file in files if not is_file(directory / file)]
     if missing:
         raise ConversionError(
             f"{index} names {len(files)} files, of which {len(missing)} are missing, {missing[0]} "

@@ -26,6 +26,7 @@ from megacore.convert.hf.t5 import caches_decoder, end_token
 from megacore.convert.key_map import KeyMap
 from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
 from megacore.errors import ConversionError
+from megacore.paths import is_file
 from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -128,10 +129,10 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
             f"{path} cannot be read ({reason_of(error)}): build the tokenizer again"
         ) from error
     for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
+        if is_file(source / name):
             with workspace_errors(directory):
                 shutil.copyfile(source / name, directory / name)
-    if (source / MODEL_NAME).is_file() and not (source / TOKENIZER_NAME).is_file():
+    if is_file(source / MODEL_NAME) and not is_file(source / TOKENIZER_NAME):
         settings |= _write_backend(source / MODEL_NAME, directory)
     bos = spec.special_tokens.bos
     if bos is not None and settings.get("bos_token") is None:

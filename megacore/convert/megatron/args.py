@@ -16,6 +16,7 @@ from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
 from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError, one_line
+from megacore.paths import is_dir
 
 ACTIVATIONS = {"gelu_tanh", "gelu", "swiglu"}
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -554,4 +555,4 @@ def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:
     if args.get("tokenizer_type") != "PretrainedFromHF":
         return None
     name = args.get("tokenizer_name_or_path")
-    return name if isinstance(name, str) and Path(name).is_dir() else None
+    return name if isinstance(name, str) and is_dir(name) else None

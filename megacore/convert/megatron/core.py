@@ -44,6 +44,7 @@ from megacore.convert.megatron.table import (
 )
 from megacore.convert.source import HALF_PRECISION, Foreign
 from megacore.errors import CheckpointError, ConversionError, listed
+from megacore.paths import exists, glob, is_file
 
 OFF: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
@@ -128,7 +129,7 @@ def open_core(directory: Path, iteration: int | None) -> Foreign:
         remarks.append(HALF_PRECISION)
     iterations = saved if type(saved) is int and saved >= 0 else iteration
     described = [directory / name for name in (CONFIG_NAME, METADATA_NAME, COMMON_NAME)]
-    files = (*filter(Path.is_file, described), *sorted(directory.glob("*.distcp")))
+    files = (*filter(is_file, described), *sorted(glob(directory, "*.distcp")))
     return Foreign(
         "megatron",
         f"Megatron core {family}",
@@ -142,12 +143,12 @@ def open_core(directory: Path, iteration: int | None) -> Foreign:
 
 def _check_form(directory: Path) -> None:
     """Raise ConversionError for other forms of torch.distributed.checkpoint."""
-    if (directory / MARKER_NAME).is_file():
+    if is_file(directory / MARKER_NAME):
         raise ConversionError(
             f"{directory} is a checkpoint of megacore already: megacore reads it without an import"
         )
     config = directory / CONFIG_NAME
-    if not config.is_file():
+    if not is_file(config):
         raise ConversionError(
             f"{directory} has {METADATA_NAME} but no {CONFIG_NAME}, so it is of Megatron's form "
             "torch_dcp or fsdp_dtensor, of which neither is read: save it with --ckpt-format "
@@ -164,7 +165,7 @@ def _check_form(directory: Path) -> None:
             f"{directory} is in the form {backend!r}, and of Megatron core's forms only "
             f"{BACKEND} is read: save it with --ckpt-format {BACKEND}"
         )
-    if not (directory / METADATA_NAME).is_file():
+    if not is_file(directory / METADATA_NAME):
         raise CheckpointError(
             f"{directory} has no {METADATA_NAME}, so it was not saved to its end: use another "
             "checkpoint"
@@ -174,8 +175,8 @@ def _check_form(directory: Path) -> None:
 def _common_state(reader: CheckpointReader) -> Mapping[str, Any]:
     """Return iteration, arguments and other state that is no tensor."""
     path = reader.directory / COMMON_NAME
-    where = str(path) if path.exists() else f"{_COMMON_OBJECT} of {reader.directory}"
-    if path.exists():
+    where = str(path) if exists(path) else f"{_COMMON_OBJECT} of {reader.directory}"
+    if exists(path):
         state = load_inert(path)
     elif _COMMON_OBJECT in reader.objects:
         loaded = load_inert_bytes(reader.read_object(_COMMON_OBJECT, _MOST_COMMON), where)

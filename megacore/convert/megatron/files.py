@@ -32,6 +32,7 @@ from megacore.convert.megatron.table import (
     stage_slots,
 )
 from megacore.errors import CheckpointError, ConversionError
+from megacore.paths import exists, is_dir, is_file
 
 FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
@@ -71,7 +72,7 @@ def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
     Raises:
         CheckpointError: if there is no checkpoint, or the tracker names a missing directory.
     """
-    if not directory.is_dir():
+    if not is_dir(directory):
         raise CheckpointError(
             f"{directory} is no directory: give one with {TRACKER_NAME} or mp_rank_00 in it"
         )
@@ -91,12 +92,12 @@ def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
 
 def is_distributed(directory: Path) -> bool:
     """Return True for an `iter_*` directory of torch.distributed.checkpoint."""
-    return any((directory / name).exists() for name in _DISTRIBUTED)
+    return any(exists(directory / name) for name in _DISTRIBUTED)
 
 
 def _tracked(root: Path, name: str) -> Path:
     target = root / name
-    if not target.is_dir():
+    if not is_dir(target):
         raise CheckpointError(
             f"{root / TRACKER_NAME} names {name}, which is not there: use another checkpoint"
         )
@@ -120,7 +121,7 @@ def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     files: dict[tuple[int, int], Path] = {}
     for folder in sorted(directory.iterdir()):
         match = _RANK.fullmatch(folder.name)
-        path = next((folder / name for name in _FILE_NAMES if (folder / name).is_file()), None)
+        path = next((folder / name for name in _FILE_NAMES if is_file(folder / name)), None)
         if not match or path is None:
             continue
         if match[3]:

@@ -25,6 +25,7 @@ from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.errors import ArtifactError, ConfigError, LaunchError
 from megacore.hardware import Hardware
+from megacore.paths import glob, is_dir, is_file, rglob
 
 Operator = Literal["cpu_adam", "async_io"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -156,8 +157,8 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
                 f"{_cannot(name)}: {' | '.join(lines[-_LINES:])}: fix the "
                 f"compiler{_otherwise(name)}"
             ) from error
-    for path in directory.rglob("*"):
-        if path.is_file() and path.suffix != ".so":
+    for path in rglob(directory, "*"):
+        if is_file(path) and path.suffix != ".so":
             path.unlink()
     return {"libraries": [builder.name for builder in builders]}
 
@@ -223,7 +224,7 @@ def _problem(name: Operator) -> str | None:
     try:
         open_artifact(folder / key.key)
     except ArtifactError:
-        built = any(folder.glob("[0-9a-f]*")) if folder.is_dir() else False
+        built = any(glob(folder, "[0-9a-f]*")) if is_dir(folder) else False
         other = " for this machine and these versions" if built else ""
         return (
             f"DeepSpeed's operator {name} is not built{other} in {folder}, and ranks do not "
