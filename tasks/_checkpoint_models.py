@@ -206,13 +206,15 @@ def log_scores(
     Raises TrackingError.
     """
     with tracking.errors("take the scores"):
+        model = _find(tracking, run_id, iteration)
+        if model is None:  # the run has the record of what was logged
+            scores = {
+                name: value
+                for name, value in scores.items()
+                if logged_point(tracking, run_id, name, value, iteration) is None
+            }
         log_model_metrics(
-            tracking,
-            run_id,
-            _find(tracking, run_id, iteration),
-            scores,
-            step=iteration,
-            timestamp_ms=timestamp_ms,
+            tracking, run_id, model, scores, step=iteration, timestamp_ms=timestamp_ms
         )
 
 

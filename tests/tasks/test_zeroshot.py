@@ -188,6 +188,17 @@ def test_scores_are_logged_once_to_run_and_checkpoint(
     }.items()
 
 
+def test_scores_of_a_checkpoint_that_mlflow_lacks_are_logged_once(
+    tracking: Tracking, log: EventLog, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    log.checkpoint(100, 3.0)
+    run_id = Forwarder(tracking, run_directory, config, facts).flush()
+    for moment, value in enumerate((40.5, 40.5, 39.0, 39.0), 1):
+        log_scores(tracking, run_id, 200, {"wikitext_ppl": value}, timestamp_ms=moment)
+    history = tracking.client.get_metric_history(run_id, "wikitext_ppl")
+    assert [(metric.value, metric.step) for metric in history] == [(40.5, 200), (39.0, 200)]
+
+
 def test_summary_is_a_table(tmp_path: Path) -> None:
     (tmp_path / REPORT).write_text(SCORES, encoding="utf-8")
     scored = Artifact(
