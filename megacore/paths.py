@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -47,10 +48,11 @@ def glob(folder: AnyPath, pattern: str) -> Iterator[Path]:
     """Yield the paths in a folder that match a pattern, as `pathlib.Path.glob`, in any order.
 
     `**` is any number of directories, without those behind links, and is not the last part. What is
-    removed meanwhile is left out; a folder that does not exist has no paths.
+    removed meanwhile is left out, and so is what `*/run.json` names in a folder of somebody else
+    that may not be entered; a folder that does not exist has no paths.
 
     Raises:
-        OSError: a folder cannot be read.
+        OSError: a folder cannot be listed.
     """
     part, _, rest = pattern.partition("/")
     if part == "**":
@@ -64,8 +66,10 @@ def glob(folder: AnyPath, pattern: str) -> Iterator[Path]:
                 yield from glob(entry.path, rest) if rest else (Path(entry.path),)
     elif rest:
         yield from glob(Path(folder, part), rest)
-    elif exists(Path(folder, part)):
-        yield Path(folder, part)
+    else:
+        with suppress(PermissionError):
+            if exists(Path(folder, part)):
+                yield Path(folder, part)
 
 
 def rglob(folder: AnyPath, pattern: str) -> Iterator[Path]:

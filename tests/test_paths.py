@@ -56,9 +56,28 @@ def test_errors_of_the_file_system_are_raised(
     for check in CHECKS:
         with pytest.raises(OSError, match=os.strerror(number)):
             check(tree / "a")
-    for pattern in ("*", "*/run.json", "run.json", "**/run.json"):
+    for pattern in ("*", "*/run.json", "**/run.json"):
         with pytest.raises(OSError, match=os.strerror(number)):
             list(paths.glob(tree, pattern))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_name_in_a_folder_that_may_not_be_entered_is_left_out(
+    tree: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.parent.name == "b":
+            raise OSError(number, os.strerror(number), path)
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    if number == errno.EACCES:
+        assert [path.parent.name for path in paths.glob(tree, "?/run.json")] == ["a"]
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            list(paths.glob(tree, "?/run.json"))
 
 
 def test_a_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
