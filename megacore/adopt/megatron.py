@@ -333,6 +333,8 @@ def _schedule(settings: Settings, draft: Draft) -> None:
         draft.put("optim.lr_decay_style", word(first(style)), style)
     else:
         draft.refuse(style, "this schedule", "cosine, linear, constant or WSD")
+    if draft.get("optim.lr_decay_style") != "WSD":
+        _ignore_wsd(settings, draft)
     if draft.get("train.global_batch_size") is None:
         return
     fraction = settings.get("--lr-warmup-fraction")
@@ -370,7 +372,7 @@ def _schedule(settings: Settings, draft: Draft) -> None:
             draft.put(
                 "optim.lr_warmup_samples", int(share * decay), fraction, f"of {decay} samples"
             )
-    for unit in ("samples", "iters"):
+    for unit in ("samples", "iters") if draft.get("optim.lr_decay_style") == "WSD" else ():
         setting = settings.get(f"--lr-wsd-decay-{unit}")
         value = integer_of(setting, draft, "optim.lr_wsd_decay_iters")
         if setting is None or value is None:
@@ -384,6 +386,15 @@ def _schedule(settings: Settings, draft: Draft) -> None:
             "Megatron moves the learning rate by samples, here it moves by iterations: they differ "
             "until the batch has grown"
         )
+
+
+def _ignore_wsd(settings: Settings, draft: Draft) -> None:
+    """Note flags of WSD's final decay, which another schedule does not read."""
+    draft.values.pop("optim.lr_wsd_decay_style", None)
+    for part in ("style", "samples", "iters"):
+        setting = settings.get(f"--lr-wsd-decay-{part}")
+        if setting is not None:
+            draft.ignore(setting, "the schedule is not WSD")
 
 
 def _samples_of_an_iteration(settings: Settings, draft: Draft) -> int | None:

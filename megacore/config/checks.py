@@ -26,7 +26,7 @@ from megacore.config.data import (
 )
 from megacore.config.layouts import ParallelLayout, check_layout
 from megacore.config.model import Family, ModelConfig, check_model
-from megacore.config.optim import OptimConfig
+from megacore.config.optim import LossScaleConfig, OptimConfig
 from megacore.config.sequence_schedule import check_sequence_schedule
 from megacore.config.train import KernelsConfig, LmEvalConfig, TrainConfig
 from megacore.errors import ConfigError
@@ -70,12 +70,14 @@ def check_sections(config: "RunConfig") -> None:
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_profile(config.train)
+    _check_kernels(config.train)
     _check_attention(config)
     if config.engine == "deepspeed":
         _check_native_options(config.train)
     _check_warmup(config)
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_muon(config.optim)
+    _check_loss_scale(config.optim.loss_scale)
     _check_weight_decay(config.optim)
     _check_zero_shot(config)
     _check_lm_eval(config.evaluate.lm_eval, config.family)
@@ -270,6 +272,17 @@ def _check_profile(train: TrainConfig) -> None:
         )
 
 
+def _check_kernels(train: TrainConfig) -> None:
+    """Raise ValueError for C++ kernels in a precision that they do not compute in."""
+    for operation in KernelsConfig.model_fields:
+        if train.precision == "fp16" and getattr(train.kernels, operation) == "cpp":
+            raise ValueError(
+                f"train.kernels.{operation} is cpp but train.precision is fp16, and the C++ "
+                "kernels compute in fp32 and bf16 only: set the former to auto or plain, or change "
+                "the latter"
+            )
+
+
 def _check_attention(config: "RunConfig") -> None:
     """Raise ValueError for an implementation of attention that the rest rules out."""
     option, cap = config.train.kernels.attention, config.model.attn_logit_softcapping
@@ -374,11 +387,12 @@ def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
             raise ValueError(f"optim.{name} {value} is above optim.lr {optim.lr}: lower it")
     last_part = optim.lr_wsd_decay_iters
     if optim.lr_decay_style != "WSD":
-        if last_part is not None:
-            raise ValueError(
-                f"optim.lr_wsd_decay_iters is {last_part} but optim.lr_decay_style is "
-                f"{optim.lr_decay_style}: set the latter to WSD, or remove the former"
-            )
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+            if not optim.has_default(name):
+                raise ValueError(
+                    f"optim.{name} is {getattr(optim, name)} but optim.lr_decay_style is "
+                    f"{optim.lr_decay_style}: set the latter to WSD, or remove the former"
+                )
         return
     if last_part is None:
         raise ValueError(
@@ -398,6 +412,14 @@ def _check_muon(optim: OptimConfig) -> None:
         raise ValueError(
             f"optim.muon_momentum is {optim.muon_momentum} but optim.name is {optim.name}: set the "
             "latter to muon, or remove the former"
+        )
+
+
+def _check_loss_scale(scale: LossScaleConfig) -> None:
+    if scale.initial < scale.minimum:
+        raise ValueError(
+            f"optim.loss_scale.initial {scale.initial:g} is below optim.loss_scale.minimum "
+            f"{scale.minimum:g}: raise the former, or lower the latter"
         )
 
 

@@ -14,7 +14,7 @@ class LossScaleConfig(Section):
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018), with Megatron's hysteresis."""
 
     initial: float = keyed(2.0**32, gt=0)
-    """Initial loss scale."""
+    """Initial loss scale, at least minimum."""
     window: int = keyed(1000, gt=0)
     """Iterations without overflow after which the scale doubles."""
     hysteresis: int = keyed(2, gt=0)
@@ -43,7 +43,7 @@ class OptimConfig(Section):
     """Shape of the decay from lr to min_lr. WSD (Hu et al. 2024) stays at lr until the last
     lr_wsd_decay_iters iterations."""
     lr_wsd_decay_style: LrWsdDecayStyle = keyed("exponential")
-    """Shape of WSD's final decay."""
+    """Shape of WSD's final decay; refused for other styles unless it has its default."""
     lr_wsd_decay_iters: int | None = keyed(None, gt=0)
     """Iterations of WSD's final decay, which ends at lr_decay_iters; required for WSD, refused for
     other styles."""

@@ -107,6 +107,15 @@ def test_scaled_rotary_positions(
     assert shown == expected
 
 
+def test_options_of_wsd_have_no_effect_on_other_schedules(tmp_path: Path) -> None:
+    flags = "--lr-wsd-decay-style linear --lr-wsd-decay-iters 7 --lr-decay-style"
+    result = gpt(tmp_path, f"{flags} constant")
+    assert result.text.count("the schedule is not WSD") == 2
+    assert config_of(tmp_path, result).optim.lr_decay_style == "constant"
+    optim = config(tmp_path, f"{flags} WSD").optim
+    assert (optim.lr_wsd_decay_style, optim.lr_wsd_decay_iters) == ("linear", 7)
+
+
 def test_scalings_without_rotary_positions_have_no_effect(tmp_path: Path) -> None:
     assert config(tmp_path, "--use-rope-scaling").model.rope_scaling is None
 

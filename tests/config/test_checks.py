@@ -85,6 +85,17 @@ RAMP = {"start": 2, "increment": 2, "samples": 60}
             "optim.lr_wsd_decay_iters is 9 but optim.lr_decay_style is cosine",
         ),
         (
+            {"lr_wsd_decay_style": "linear", "lr_decay_style": "constant"},
+            (
+                "optim.lr_wsd_decay_style is linear but optim.lr_decay_style is constant: set the "
+                "latter to WSD, or remove the former"
+            ),
+        ),
+        (
+            {"loss_scale": {"initial": 2.0, "minimum": 4.0}},
+            "optim.loss_scale.initial 2 is below optim.loss_scale.minimum 4: raise the former",
+        ),
+        (
             {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
             "optim.start_weight_decay 0.1 and optim.end_weight_decay 0.2 are given but "
             "optim.weight_decay_incr_style is constant",
@@ -112,6 +123,8 @@ def test_impossible_schedules_are_refused(optim: dict[str, Any], sentence: str) 
         {"lr_warmup_samples": 792},
         {"lr_warmup_init": 1e-3, "lr_warmup_iters": 1},
         {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0},
+        {"lr_wsd_decay_style": "exponential"},
+        {"loss_scale": {"initial": 2.0, "minimum": 2.0}},
     ],
 )
 def test_schedules_at_the_limits_are_accepted(optim: dict[str, Any]) -> None:
@@ -191,11 +204,16 @@ def test_recompute_num_layers_needs_recomputation() -> None:
             {"train": {"kernels": {"attention": "flex"}}, "engine": "deepspeed"},
             "attention is flex but engine is deepspeed, and FlexAttention runs in compiled layers",
         ),
+        (
+            {"train": {"kernels": {"adamw": "cpp"}, "precision": "fp16"}},
+            (
+                "train.kernels.adamw is cpp but train.precision is fp16, and the C++ kernels "
+                "compute in fp32 and bf16 only: set the former to auto or plain"
+            ),
+        ),
     ],
 )
-def test_an_attention_that_can_never_run_is_refused(
-    sections: dict[str, Any], sentence: str
-) -> None:
+def test_kernels_that_can_never_run_are_refused(sections: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(**sections)
 
 
