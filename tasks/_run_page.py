@@ -13,7 +13,8 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from megacore.artifact.workspace import EVENTS_FILE
-from megacore.paths import glob, is_file
+from megacore.jobs.run import attempt_logs
+from megacore.paths import is_file
 from megacore.redact import page_address, redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
 from tasks._checkpoint_models import STATE_TAG, newest_metrics
@@ -308,7 +309,7 @@ def _send_files(tracking: Tracking, run_id: str, run_directory: Path) -> None:
     """Log the events, the newest log, and the logs that the run lacks as artifacts."""
     client = tracking.client
     sent = {file.path for file in client.list_artifacts(run_id, LOGS)}
-    logs = sorted(glob(run_directory / LOGS, "attempt-*.log"))
+    logs = attempt_logs(run_directory)
     files = [(path, LOGS) for path in logs if path is logs[-1] or f"{LOGS}/{path.name}" not in sent]
     with tempfile.TemporaryDirectory(dir=tracking.workspace.root, prefix="publish.tmp-") as scratch:
         for path, folder in [*files, (run_directory / EVENTS_FILE, None)]:

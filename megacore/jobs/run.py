@@ -14,7 +14,11 @@ from megacore.config.run import RunConfig, with_current_names
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConfigError, dotted
 from megacore.hardware import SHARED_PACKAGES
+from megacore.paths import glob
 from megacore.redact import redact_values
+
+_LOGS = "logs"
+"""Folder in a run's directory with the logs of its attempts."""
 
 
 class RankJob(Section):
@@ -88,7 +92,7 @@ class RunJob(RankJob):
     @property
     def attempt_log(self) -> Path:
         """Path of this attempt's log."""
-        return Path(self.run_directory) / "logs" / f"attempt-{self.attempt:03d}.log"
+        return Path(self.run_directory) / _LOGS / f"attempt-{self.attempt:03d}.log"
 
     @property
     def attempt_traces(self) -> Path:
@@ -98,6 +102,12 @@ class RunJob(RankJob):
         """
         log = self.attempt_log.absolute()
         return log.with_name(f"{log.stem}-nccl_trace_rank_")
+
+
+def attempt_logs(run_directory: Path) -> list[Path]:
+    """Return the paths of a run's logs (`RunJob.attempt_log`) in the order of the attempts."""
+    logs = glob(run_directory / _LOGS, "attempt-*.log")
+    return sorted(logs, key=lambda path: (len(path.name), path.name))  # 1000 comes after 999
 
 
 class Job(RunJob):

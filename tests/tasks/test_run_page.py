@@ -104,6 +104,18 @@ def test_logs_and_events_are_artifacts_without_secrets_and_bounded(
     assert [json.loads(line)["kind"] for line in events][-1] == "checkpoint_deleted"
 
 
+def test_the_newest_log_is_that_of_the_highest_attempt(
+    tracking: Tracking, run_directory: Path, facts: RunFacts, run_id: str
+) -> None:
+    logs = [run_directory / "logs" / f"attempt-{number}.log" for number in (999, 1000)]
+    for text in ("first", "second"):
+        for log in logs:
+            log.write_text(text)
+        update_run_page(tracking, run_id, run_directory, facts)
+    sent = artifacts_of(tracking, run_id) / "logs"
+    assert [(sent / log.name).read_text() for log in logs] == ["first", "second"]
+
+
 def test_edited_description_is_left_alone(
     tracking: Tracking, run_directory: Path, facts: RunFacts, run_id: str
 ) -> None:
