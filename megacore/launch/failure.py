@@ -338,11 +338,14 @@ def _ended(code: int, kills: KillCounter) -> str:
 
 
 def _tail(log: Path, start: int) -> str:
-    """Return the last `_LOG_BYTES` of the log from offset `start` on."""
-    with open(log, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - _LOG_BYTES))
-        return file.read().decode("utf-8", errors="replace")
+    """Return the last `_LOG_BYTES` of the log from offset `start` on; "" if it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - _LOG_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:  # the ranks' reasons say more than the loss of the log
+        return ""
 
 
 def _last_lines(text: str, rank: int | None = None) -> str:

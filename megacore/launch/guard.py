@@ -256,8 +256,7 @@ class _Notice:
         for pid in descendants(os.getpid()):
             if pid not in self._notified and catches(pid, signal.SIGUSR1):
                 self._notified.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+                _send(pid, signal.SIGUSR1)
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -313,9 +312,14 @@ def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None
         for pid in alive:
             if kill or pid not in signalled:
                 signalled.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                _send(pid, signal.SIGKILL if kill else signal.SIGTERM)
         time.sleep(_POLL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has ended or belongs to another user."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def descendants(root: int) -> list[int]:

@@ -140,7 +140,7 @@ def rank_states(
 def _state(beat: Beat | None) -> str:
     if beat is None:
         return "absent"
-    if beat.phase == ENDED:
+    if beat.phase == ENDED and not (beat.here and beat.alive):
         return "ended"
     if not beat.here:
         return "on another host"

@@ -85,6 +85,8 @@ class RankWatch:
             return None
         self._looked = now
         if pause > STANDSTILL:
+            # One interval counts: checks that always take long must find a stall, too.
+            pause -= INTERVAL
             self._began += pause
             self._since = {
                 rank: (progress, moment + pause) for rank, (progress, moment) in self._since.items()
@@ -118,10 +120,18 @@ class RankWatch:
     def _near(self, beat: Beat) -> bool:
         return beat.here and not self._elsewhere
 
+    def _is_finished(self, beat: Beat) -> bool:
+        """Return True if a rank has done its work and its process is gone, as far as is known.
+
+        The exit of a process can hang, for example in the driver of a GPU.
+        """
+        return beat.phase == ENDED and not (self._near(beat) and beat.alive)
+
     def _note(self, beats: list[Beat], now: float) -> None:
         for beat in beats:
             progress = (beat.pid, beat.changes)
-            if beat.phase == ENDED or self._since.get(beat.rank, (None, 0.0))[0] != progress:
+            changed = self._since.get(beat.rank, (None, 0.0))[0] != progress
+            if changed or self._is_finished(beat):
                 self._since[beat.rank] = (progress, now)
             if beat.phase != ENDED and self._near(beat) and not beat.alive:
                 self._gone.setdefault(beat.rank, now)
@@ -143,7 +153,7 @@ class RankWatch:
         }
 
     def _stalls(self, beat: Beat, now: float) -> bool:
-        if self._stall_limit is None or beat.phase == ENDED:
+        if self._stall_limit is None or self._is_finished(beat):
             return False
         limit = self._stall_limit + (0.0 if self._near(beat) else REMOTE_DELAY)
         return now - self._since[beat.rank][1] > limit

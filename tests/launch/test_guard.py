@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launch.guard import REASON_MARK, _Output, descendants
+from megacore.launch.guard import REASON_MARK, _Output, descendants, end_all
 from tests.launch._processes import environment, fake_ranks, none_alive, rank_pids, wait_until
 
 GRACE = 1.0
@@ -181,6 +181,20 @@ time.sleep(20)
         none_alive(pids, LIMIT)
     finally:
         os.killpg(driver.pid, signal.SIGKILL)
+
+
+def test_a_process_of_another_user_does_not_keep_the_others_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        alive.remove(pid)
+
+    alive = [1, 2]
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr("megacore.launch.guard.KILL_LIMIT", 0.1)
+    assert end_all(lambda: list(alive), 0.0, reap=lambda: None) == [1]
 
 
 def test_descendants_include_grandchildren_without_zombies() -> None:

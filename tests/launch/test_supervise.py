@@ -216,6 +216,14 @@ def test_lost_reason_of_code_4_names_the_space_only_if_little_is_free(
     )
 
 
+def test_loss_of_the_log_hides_no_reason(tmp_path: Path) -> None:
+    attempt = attempt_in(tmp_path)
+    attempt.log.unlink()
+    assert "the job was ended by SIGKILL" in str(attempt.failed(137))
+    attempt.printed.extend(PRINTED)
+    assert str(attempt.failed(1)) == "rank 3: full"
+
+
 def test_reason_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit").mkdir()
     old = {"rank": 0, "error": "ConfigError", "message": "old", "time": 1.0, "secondary": False}

@@ -31,6 +31,7 @@ from megacore.launch.supervise import supervise
 from megacore.launch.watch import (
     LOST_LIMIT,
     REMOTE_DELAY,
+    STANDSTILL,
     START_DELAY,
     KillCounter,
     RankWatch,
@@ -199,12 +200,38 @@ def test_only_an_unchanged_heartbeat_of_an_active_rank_is_a_stall(tmp_path: Path
         first.beat("data")
         second.beat("data")
         assert first_trouble(watched, clock, 8) is None
-    first.beat(ENDED)
+    write_beat_of_a_dead_process(tmp_path, ENDED)
     assert first_trouble(watched, clock, 20) == Trouble(stalled=(1,)), (
         "a rank that has ended does not stall"
     )
-    second.beat(ENDED)
-    assert first_trouble(watched, clock, 20) is None
+    second.beat("data")
+    assert first_trouble(watched, clock, 8) is None
+
+
+def test_process_that_stays_after_its_work_is_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
+    Heartbeat(beat_path(tmp_path, 0)).beat(ENDED)
+    assert first_trouble(watched, clock, 10) is None
+    assert first_trouble(watched, clock, 2) == Trouble(stalled=(0,))
+    (lingering,) = rank_states(tmp_path, None, stacks=False)
+    assert (lingering.state, furthest_behind([lingering])) == ("running", lingering)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert first_trouble(watched, clock, REMOTE_DELAY + 20) is None, "its host watches it"
+
+
+def test_checks_that_take_long_find_a_stall_too(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    troubles = []
+    for _ in range(20):
+        clock.now += STANDSTILL + 1.0
+        troubles.append(watched.look())
+    assert troubles.index(Trouble(stalled=(0,))) == 11
+    assert heartbeat.phase == "start"
 
 
 def test_rank_that_never_starts_is_stalled(tmp_path: Path) -> None:
@@ -285,11 +312,11 @@ def test_process_with_a_reused_id_is_not_the_rank(tmp_path: Path) -> None:
     assert heartbeat.phase == "start"
 
 
-def write_beat_of_a_dead_process(directory: Path) -> None:
+def write_beat_of_a_dead_process(directory: Path, phase: str = "forward-compute") -> None:
     script = f"""
 from pathlib import Path
 from megacore.observe.heartbeat import *
-Heartbeat(beat_path(Path({str(directory)!r}), 0)).beat("forward-compute", 3)
+Heartbeat(beat_path(Path({str(directory)!r}), 0)).beat({phase!r}, 3)
 """
     subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
 
