@@ -133,7 +133,8 @@ def build_artifact(
                     artifact = open_artifact(target, verify)
                     mark_used(target)
                     return artifact, False
-                except ArtifactError:
+                except ArtifactError as error:
+                    _logger.warning("stage %s runs again: %s", key.stage, error)
                     remove_tree(target)
             for stale in glob(folder, f"{key.key}.tmp-*"):
                 shutil.rmtree(stale)

@@ -88,7 +88,9 @@ def test_a_lack_of_memory_names_the_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "manifest", "no manifest"])
-def test_a_damaged_artifact_is_refused_and_rebuilt(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_artifact_is_refused_and_rebuilt(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     artifact, _ = build_artifact(tmp_path, KEY, fill)
     damaged_file = artifact.directory / "sub" / "b.txt"
     if damage == "delete":
@@ -107,6 +109,7 @@ def test_a_damaged_artifact_is_refused_and_rebuilt(tmp_path: Path, damage: str) 
     assert ran
     assert rebuilt == artifact
     assert damaged_file.read_text() == "beta"
+    assert f"stage collect runs again: {artifact.directory}" in caplog.text
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
