@@ -137,11 +137,12 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
     try:
         yield
     except TrainingStoppedError as stop:
-        sys.stderr.write(f"{_cut(stop)}\n")
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            sys.stderr.write(f"{_cut(stop)}\n")
         if not _write_or_say(directory, rank, stop):
             raise SystemExit(stop.exit_code) from stop
     except Exception as error:
-        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+        with contextlib.suppress(OSError):
             if isinstance(typed := _typed(error)[0], WorkspaceError):
                 sys.stderr.write(f"{_cut(typed)}\n")  # it says where
             else:

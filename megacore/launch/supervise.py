@@ -306,24 +306,26 @@ def _guarded(
     `variables` is the environment of the guard and its command, with the job's mark.
     """
     mark = variables[JOB_VARIABLE]
-    with _appended(log) as output:
-        guard = subprocess.Popen(
-            guarded(command, grace, log),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # the guard sends exit reasons that no file takes
-            stderr=output,
-            # The terminal's Ctrl-C goes to this process, which then ends the guard.
-            start_new_session=True,
-            env=variables,
-            pass_fds=inherited,  # the guard does not pass them on
-        )
-    assert guard.stdout is not None
-    os.set_blocking(guard.stdout.fileno(), False)
+    guard = None
     try:
+        with _appended(log) as output:
+            guard = subprocess.Popen(
+                guarded(command, grace, log),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,  # the guard sends exit reasons that no file takes
+                stderr=output,
+                # The terminal's Ctrl-C goes to this process, which then ends the guard.
+                start_new_session=True,
+                env=variables,
+                pass_fds=inherited,  # the guard does not pass them on
+            )
+        assert guard.stdout is not None
+        os.set_blocking(guard.stdout.fileno(), False)
         with guard.stdout:
             yield guard
     finally:
-        _stop(guard, grace)
+        if guard is not None:  # None: a signal handler's exception left Popen's constructor
+            _stop(guard, grace)
         end_all(lambda: marked(mark, host_mark(mark, None)), 0.0, reap=lambda: None)
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import subprocess
 import sys
@@ -137,6 +138,19 @@ def test_requested_stop_is_reported_without_a_failure(
     assert reason.stopped
     assert type(reason.exception()) is kind
     assert str(reason.exception()) == "SIGTERM came: training stopped after iteration 8"
+
+
+def test_requested_stop_is_reported_although_stderr_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with reported_exit(tmp_path, 3):
+            raise PreemptedError("stopped")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stderr.close()
+    assert [reason.rank for reason in read_reasons(tmp_path)] == [3]
 
 
 def test_requested_stop_that_cannot_be_reported_exits_with_75(tmp_path: Path) -> None:

@@ -130,6 +130,23 @@ def test_interrupted_wait_of_subprocess_does_not_hang_the_end(
     assert not alive(started[0].pid)
 
 
+def test_exception_while_the_guard_starts_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            raise Cancelled("stop")
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(Cancelled):
+        run(tmp_path, fake_ranks(tmp_path, "polite"))
+    assert not alive(started[0])
+
+
 def test_swallowed_signal_ends_the_job(tmp_path: Path) -> None:
     """Pydantic turns the exception of a signal handler that runs in a serializer into its own."""
 
