@@ -217,10 +217,10 @@ def lock(
 ) -> Iterator[int]:
     """Hold the lock of `target` for the duration of the block and yield its descriptor.
 
-    The lock is the file `.<name>.lock` next to `target`, with the name of its holder. The kernel
-    releases it when the holder and all processes that inherited the descriptor have ended, of a
-    training its guard, which waits for the ranks as `megacore.launch.guard` describes. This also
-    holds on NFS, whose client keeps the lock on the server until the last of them closes it.
+    The lock is the file `.<name>.lock` next to `target`, with the name of its holder. The kernel,
+    and on NFS the client, releases it when the holder and all processes that inherited the
+    descriptor have closed it. A training's guard inherits it and waits for the ranks
+    (`megacore.launch.guard`).
 
     Args:
         target: file or directory to lock.

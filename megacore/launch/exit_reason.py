@@ -6,7 +6,6 @@ supervisor.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -30,7 +29,13 @@ from megacore.errors import (
     WorkspaceError,
     one_line,
 )
-from megacore.launch.guard import JOB_VARIABLE, REASON_MARK, job_mark
+from megacore.launch.guard import (
+    JOB_VARIABLE,
+    PR_SET_PDEATHSIG,
+    REASON_MARK,
+    job_mark,
+    load_prctl,
+)
 from megacore.paths import exists, glob
 
 LAUNCHER_REASON = "launcher_reason.json"
@@ -39,7 +44,6 @@ LAUNCHER_REASON = "launcher_reason.json"
 The launcher here is the process that reaches other hosts or a scheduler.
 """
 
-_PR_SET_PDEATHSIG = 1
 _LINE = 400
 """Most characters of an error in one line."""
 _LOST_PEER = (
@@ -239,10 +243,7 @@ def die_with_parent() -> None:
     children from a thread that lives as long as they do; torchrun does. If the parent ended before
     this call, the guard ends this process.
     """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    load_prctl()(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _typed(error: BaseException) -> tuple[MegacoreError, bool]:

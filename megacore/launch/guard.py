@@ -67,7 +67,8 @@ KILL_LIMIT = 4.0
 """Seconds after SIGKILL before a process in uninterruptible sleep is left to the kernel."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
+"""Option of prctl: the signal that the kernel sends to this process when its parent ends."""
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL = 0.05
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -100,7 +101,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
     options = parser.parse_args(arguments)
     stop = _StopRequest()
-    prctl = _prctl()
+    prctl = load_prctl()
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with _Output(options.log) as output:
         try:
@@ -210,13 +211,14 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing: a signal that has a handler is written to the wake-up descriptor."""
 
 
-def _prctl() -> Callable[[int, int], None]:
-    """Return the prctl system call, which must be looked up before any fork."""
+def load_prctl() -> Callable[[int, int], None]:
+    """Return the prctl system call, which raises OSError; it must be looked up before any fork."""
     function = ctypes.CDLL(None, use_errno=True).prctl
 
     def call(option: int, value: int) -> None:
         if function(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
     return call
 
@@ -232,7 +234,7 @@ def _start(
 
     def before_exec() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
             os._exit(128 + signal.SIGKILL)
 

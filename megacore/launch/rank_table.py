@@ -112,10 +112,15 @@ def rank_states(
 ) -> list[RankState]:
     """Return the states of a job's ranks, sorted by rank.
 
-    They are those of the `ranks` ranks of the job, None for those with a heartbeat, or `only` some.
-    With `stacks` the ranks of this host are asked for their Python stacks, which show a hang.
-    States that agents have `reported` take precedence. The result is empty if no rank has a
-    heartbeat, no stacks are requested, and nothing is reported.
+    The result is empty if no rank has a heartbeat, no stacks are requested, and nothing is
+    reported.
+
+    Args:
+        directory: the job's `exit_directory`.
+        ranks: number of ranks; None if unknown, which leaves out those without a heartbeat.
+        stacks: True to ask the ranks of this host for their Python stacks, which show a hang.
+        only: ranks to return; None means all.
+        reported: states that agents report; they take precedence.
     """
     beats = {
         beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only

@@ -5,10 +5,9 @@ python -m megacore.ranks.convert --config job.json
 
 import os
 
-from megacore.errors import ConfigError
 from megacore.jobs.run import ConvertJob
 from megacore.observe.heartbeat import ENDED
-from megacore.ranks.rank import OFFLINE, begin_heartbeat, run_rank
+from megacore.ranks.rank import OFFLINE, begin_heartbeat, require_one_rank, run_rank
 
 
 def convert_checkpoint(job: ConvertJob) -> None:
@@ -22,8 +21,7 @@ def convert_checkpoint(job: ConvertJob) -> None:
         DataFormatError: the validation split has no samples.
         WorkspaceError: the output cannot be written.
     """
-    if job.ranks != 1:
-        raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
+    require_one_rank(job, "a conversion")
     heartbeat = begin_heartbeat(job)
     os.environ.update(OFFLINE)
     import torch

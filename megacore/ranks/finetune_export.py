@@ -3,10 +3,9 @@
 python -m megacore.ranks.finetune_export --config job.json
 """
 
-from megacore.errors import ConfigError
 from megacore.jobs.finetune import FinetuneExportJob
 from megacore.ranks.finetune import joined_ranks
-from megacore.ranks.rank import run_rank
+from megacore.ranks.rank import require_one_rank, run_rank
 
 
 def export_finetuned(job: FinetuneExportJob) -> None:
@@ -19,8 +18,7 @@ def export_finetuned(job: FinetuneExportJob) -> None:
         DataFormatError: the validation split has no sample.
         WorkspaceError: the output cannot be written.
     """
-    if job.ranks != 1:
-        raise ConfigError(f"an export was asked to run on {job.ranks} ranks: it takes 1")
+    require_one_rank(job, "an export")
     with joined_ranks(job) as (_, device, heartbeat):
         from megacore.finetune.export import export
 

@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 from megacore.artifact.files import write_json
-from megacore.errors import ConfigError
 from megacore.jobs.model import LmEvalJob
-from megacore.ranks.rank import run_rank
+from megacore.ranks.rank import require_one_rank, run_rank
 
 
 def score_export(job: LmEvalJob) -> None:
@@ -21,8 +20,7 @@ def score_export(job: LmEvalJob) -> None:
         DataFormatError: lm_eval refused a task or its data.
         WorkspaceError: the output cannot be written.
     """
-    if job.ranks != 1:
-        raise ConfigError(f"lm_eval was asked to run on {job.ranks} ranks: it takes 1")
+    require_one_rank(job, "lm_eval")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 

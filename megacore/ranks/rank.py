@@ -124,6 +124,12 @@ def write_stacks_on_signal(directory: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
+def require_one_rank(job: RankJob, what: str) -> None:
+    """Raise ConfigError if a job that one process does, `what`, asks for more."""
+    if job.ranks != 1:
+        raise ConfigError(f"{what} was asked to run on {job.ranks} ranks: it takes 1")
+
+
 def begin_heartbeat(job: RankJob) -> Heartbeat:
     """Start this rank's heartbeat in the job's `exit_directory`, where the supervisor reads it.
 

@@ -15,7 +15,7 @@ from megacore.cluster.placement.prepare import prepare_hosts
 from megacore.cluster.start import Start, start_here, start_ranks
 from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ArtifactError, MemoryExhaustedError
+from megacore.errors import ArtifactError, MegacoreError, MemoryExhaustedError
 from megacore.finetune.resolve import memory_advice as finetune_memory_advice
 from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
 from megacore.jobs.model import ModelJob, ResultJob
@@ -195,7 +195,11 @@ def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
         name = type(error).__name__
         if any(reason.error == name for reason in read_reasons(exit_directory)):
             raise
-        raise MemoryExhaustedError(f"{error}; {advice()}") from error
+        try:
+            text = advice()
+        except MegacoreError:  # such as a host that does not answer, perhaps for lack of memory
+            raise error from None
+        raise MemoryExhaustedError(f"{error}; {text}") from error
 
 
 def _memory_advice(job: TrainJob) -> str:

@@ -47,9 +47,11 @@ def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor
 
     [..., k/t] -> [..., k] by all-gather; the backward pass is a reduce-scatter.
     """
-    if tp.size > 1 and torch.compiler.is_compiling():
+    if tp.size == 1:
+        return x
+    if torch.compiler.is_compiling():
         return torch.ops.megacore.exchange(x, tp.key, x.dim() - 1, True)  # type: ignore[no-any-return]
-    return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, reduce_scatter)
+    return _apply(_Conjugates, x, tp, -1, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megacore.artifact import StageKey, build_artifact
-from megacore.errors import ArtifactError
+from megacore.errors import ArtifactError, HostsSilentError, MemoryExhaustedError
 from megacore.hardware import Hardware
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
@@ -80,3 +80,13 @@ def test_memory_advice_is_for_the_hosts_of_the_ranks(
     there = Hardware(cores=8, memory=3 * 2**30, host="worker-1")
     monkeypatch.setattr(stages, "hardware_of", lambda launch: there)
     assert stages._memory_advice(job).endswith("(3.0 GiB of host memory on host worker-1)")
+
+
+def test_advice_that_cannot_be_given_does_not_replace_the_lack_of_memory(tmp_path: Path) -> None:
+    def ask() -> str:
+        raise HostsSilentError("worker-1 does not answer")
+
+    lack = MemoryExhaustedError("rank 3 ran out of host memory")
+    with pytest.raises(MemoryExhaustedError) as caught, stages.advising(tmp_path, ask):
+        raise lack
+    assert caught.value is lack
