@@ -258,7 +258,7 @@ class _Notice:
         for pid in descendants(os.getpid()):
             if pid not in self._notified and catches(pid, signal.SIGUSR1):
                 self._notified.add(pid)
-                _send(pid, signal.SIGUSR1)
+                send_signal(pid, signal.SIGUSR1)
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -314,11 +314,11 @@ def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None
         for pid in alive:
             if kill or pid not in signalled:
                 signalled.add(pid)
-                _send(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                send_signal(pid, signal.SIGKILL if kill else signal.SIGTERM)
         time.sleep(_POLL)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has ended or belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

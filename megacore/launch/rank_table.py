@@ -4,7 +4,6 @@ The agents of other hosts report their ranks in a file that the supervisor reads
 """
 
 import contextlib
-import os
 import re
 import signal
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.errors import FileAccessError
-from megacore.launch.guard import catches
+from megacore.launch.guard import catches, send_signal
 from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
 from megacore.paths import exists
@@ -161,10 +160,9 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
     signalled = []
     for beat in beats:
         if beat.here and beat.alive and catches(beat.pid, signal.SIGUSR2):
-            with contextlib.suppress(OSError):
-                os.kill(beat.pid, signal.SIGUSR2)
-                if _state(beat) == "running":
-                    signalled.append(beat.rank)
+            send_signal(beat.pid, signal.SIGUSR2)
+            if _state(beat) == "running":
+                signalled.append(beat.rank)
     paths = {rank: stack_path(directory, rank) for rank in signalled}
     started = changed = time.monotonic()
     sizes: dict[int, int] = {}

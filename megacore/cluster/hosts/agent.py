@@ -44,7 +44,7 @@ from megacore.cluster.hosts.network import (
     interface_to,
 )
 from megacore.hardware import shared_versions
-from megacore.launch.guard import catches, descendants, end_all, guarded, marked
+from megacore.launch.guard import catches, descendants, end_all, guarded, marked, send_signal
 from megacore.launch.rank_table import rank_states
 from megacore.launch.watch import KillCounter, RankWatch, memory_text
 from megacore.paths import glob
@@ -298,14 +298,13 @@ class HostRanks:
         """
         guard = self._guard.pid
         for pid in sorted(descendants(os.getpid()), key=lambda pid: pid == guard):
-            with contextlib.suppress(ProcessLookupError):
-                if pid != guard or not descendants(guard):
-                    os.kill(pid, signal.SIGKILL)
+            if pid != guard or not descendants(guard):
+                send_signal(pid, signal.SIGKILL)
 
     def notify(self) -> None:
         """Send SIGUSR1 to the guard, which passes it on."""
         if catches(self._guard.pid, signal.SIGUSR1):
-            os.kill(self._guard.pid, signal.SIGUSR1)
+            send_signal(self._guard.pid, signal.SIGUSR1)
 
     def watch_due(self, now: float) -> bool:
         """Return True if the next check of the ranks is due, and then restart the interval."""
