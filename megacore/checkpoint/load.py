@@ -6,10 +6,11 @@ loading needs no process group and cannot deadlock.
 
 import ctypes
 import io
+import math
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -102,7 +103,8 @@ class CheckpointReader:
         Values of another dtype are converted in small blocks. For each slice, torch parses the
         archive with `weights_only` and without the data; the data is then read directly from the
         file. `progress` is called after each slice, by one thread at a time. Raises CheckpointError
-        for a damaged or foreign file, and FileAccessError.
+        for a damaged or foreign file, or slices that leave a part without values, and
+        FileAccessError.
         """
         try:
             with access_errors(self.directory):
@@ -126,6 +128,7 @@ class CheckpointReader:
                 name, self.tensors[name], chunks_of(tensor)
             )
         ]
+        self._check_covered(tensors, items)
         storage: dict[MetadataIndex, SavedSlice] = self.metadata.storage_data
         with ExitStack() as stack:
             files = {
@@ -152,6 +155,18 @@ class CheckpointReader:
             with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
                 for _ in pool.map(read, items):
                     pass
+
+    def _check_covered(self, tensors: Tensors, items: Sequence[ReadItem]) -> None:
+        """Raise CheckpointError if the saved slices leave a part of a tensor without values."""
+        missing = {
+            name: sum(piece.numel() for piece in pieces_of(tensor).values())
+            for name, tensor in tensors.items()
+        }
+        for item in items:
+            missing[item.dest_index.fqn] -= math.prod(item.lengths)
+        incomplete = [name for name, elements in missing.items() if elements > 0]
+        if incomplete:
+            raise CheckpointError(f"its slices do not cover {listed(incomplete)}")
 
 
 def load_checkpoint(

@@ -95,3 +95,17 @@ def test_a_file_that_contradicts_the_metadata_is_refused(
     path = save_damaged(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path, {"model.w": torch.zeros(40, 3)})
+
+
+@pytest.mark.parametrize("asked", [(0, 40), (19, 21), (30, 40)])
+def test_a_part_that_no_slice_has_is_refused(tmp_path: Path, asked: tuple[int, int]) -> None:
+    rows = torch.ones(20, 3)
+    shard = TensorShard(torch.Size((40, 3)), rows.dtype, {torch.Size((0, 0)): rows})
+    path = save_checkpoint(tmp_path, 1, {"model.w": shard, "model.v": torch.ones(2)}, {})
+    first, last = asked
+    target, other = torch.zeros(last - first, 3), torch.zeros(2)
+    part = TensorShard(shard.shape, shard.dtype, {torch.Size((first, 0)): target})
+    with pytest.raises(CheckpointError, match=r"its slices do not cover model\.w: use another"):
+        load_checkpoint(path, {"model.w": part, "model.v": other})
+    assert not target.any()
+    assert not other.any()
