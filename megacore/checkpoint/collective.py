@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from megacore.checkpoint.format import (
     refuse,
     verify,
 )
+from megacore.checkpoint.retain import stale_directories
 from megacore.errors import (
     ERROR_TYPES,
     CheckpointError,
@@ -237,11 +239,17 @@ def writable_directory(first: Path, ranks: RankGroup) -> Path:
     This is the first rank's directory, or a directory next to it if that is not visible. `first`
     must have a new name, so that a network file system has not cached it as missing. Raises
     WorkspaceError.
+
+    The first rank cannot see the remains of a crash next to such a directory, so they are removed
+    here; the directories of other ranks of this host begin with the name of `first`.
     """
     if ranks.rank == 0 or is_dir(first):
         return first
     local_directory = first.with_name(f"{first.name}-rank{ranks.rank}")
     with workspace_errors(local_directory):
+        for stale in stale_directories(first.parent):
+            if not stale.name.startswith(first.name):
+                shutil.rmtree(stale, ignore_errors=True)  # another rank may be deleting it, too
         local_directory.mkdir(parents=True)
     return local_directory
 

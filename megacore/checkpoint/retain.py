@@ -149,6 +149,10 @@ def remove_stale(root: Path) -> list[Path]:
     owns `root` may call it, and not during a save. One that cannot be deleted stays, with a
     warning.
     """
-    stale = [path for path in glob(root, f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
     trackers = list(glob(root, f"{TRACKER_NAME}{STALE_SUFFIX}*"))
-    return [path for path in [*stale, *trackers] if delete_stale(path)]
+    return [path for path in [*stale_directories(root), *trackers] if delete_stale(path)]
+
+
+def stale_directories(root: Path) -> list[Path]:
+    """Return the staged saves and half-deleted checkpoints in `root`."""
+    return [path for path in glob(root, f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]

@@ -20,6 +20,7 @@ from megacore.checkpoint.collective import (
     shares,
     transfer_files,
     verify_together,
+    writable_directory,
 )
 from megacore.checkpoint.format import FileRecord, Marker, latest_complete, verify
 from megacore.checkpoint.save import save_checkpoint
@@ -143,6 +144,23 @@ def simulate_separate_host(directory: Path) -> None:
 
     save.writable_directory = rank_directory  # type: ignore[assignment]
     collective.CHUNK = 1 << 16
+
+
+def test_a_host_without_the_first_directory_deletes_the_remains_of_crashes(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "iter_0000002"
+    remains = [
+        tmp_path / name for name in ("iter_0000003.tmp-aa-rank1", "iter_0000003.tmp-aa-rank2")
+    ]
+    neighbour = tmp_path / "iter_0000003.tmp-bb-rank2"
+    for directory in (checkpoint, neighbour, *remains):
+        directory.mkdir()
+        (directory / "__2_0.distcp").touch()
+    ranks = RankGroup(None)
+    ranks.rank = 1
+    created = writable_directory(tmp_path / "iter_0000003.tmp-bb", ranks)
+    assert created == tmp_path / "iter_0000003.tmp-bb-rank1"
+    assert sorted(tmp_path.iterdir()) == [checkpoint, created, neighbour]
+    assert all(list(directory.iterdir()) for directory in (checkpoint, neighbour))
 
 
 def shard(rank: int, size: int, value: float = 0.0) -> dict[str, TensorShard]:
