@@ -277,8 +277,6 @@ _logger = logging.getLogger(__name__)
 class SaveStarted:
     """Save for which training need not wait any more."""
 
-    iteration: int
-    """Number of completed optimizer steps."""
     stall_seconds: float
     """Time that training waited: for the previous save, for the other ranks, and for the copy."""
     size_bytes: int
@@ -442,7 +440,7 @@ class CheckpointSaver:
             self._run(flight, share, text, validation_loss)
             self._land()
         size = sum(_bytes(tensor) for tensor in share.values())
-        return SaveStarted(iteration, time.monotonic() - began, size)
+        return SaveStarted(time.monotonic() - began, size)
 
     def poll(self) -> SaveFinished | None:
         """Return the oldest finished save that was not returned before, or None.

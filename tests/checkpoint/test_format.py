@@ -54,6 +54,19 @@ def test_an_empty_or_missing_root_has_no_checkpoint(tmp_path: Path) -> None:
     assert choose(tmp_path / "absent") == (None, [])
 
 
+@pytest.mark.parametrize("seconds", [-1, 1])
+def test_quick_checks_the_hash_of_a_file_that_is_newer_than_the_marker(
+    root: Path, seconds: int
+) -> None:
+    directory = root / "iter_0000200"
+    file, marked = directory / "state.json", (directory / MARKER_NAME).stat().st_mtime
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, (marked + seconds, marked + seconds))
+    newest = directory if seconds < 0 else root / "iter_0000100"
+    assert list(complete_checkpoints(root, "quick"))[-1] == newest
+    assert list(complete_checkpoints(root, "full")) == [root / "iter_0000100"]
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append", "delete", "empty"])
 def test_a_checkpoint_with_a_damaged_file_is_skipped_with_the_files_name(

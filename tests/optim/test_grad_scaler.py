@@ -25,6 +25,11 @@ def test_the_scale_doubles_after_a_window_and_hysteresis_is_reset() -> None:
     assert scales(scaler, "xx....xx") == [1024, 512, 512, 512, 512, 1024, 1024, 512]
 
 
+def test_each_doubling_takes_a_whole_window() -> None:
+    scaler = DynamicLossScaler(LossScaleConfig(initial=1024, window=3, hysteresis=2, minimum=1))
+    assert scales(scaler, "......") == [1024, 1024, 2048, 2048, 2048, 4096]
+
+
 def test_an_overflow_restarts_the_window() -> None:
     scaler = DynamicLossScaler(LossScaleConfig(initial=1024, window=4, hysteresis=2, minimum=1))
     assert scales(scaler, "...x....") == [1024] * 7 + [2048]

@@ -16,6 +16,7 @@ from megacore.config.parallel import ParallelConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.stage import Stage
+from megacore.optim.adam import WholeWeights
 from megacore.optim.muon import (
     ROUNDS,
     MainWeightMuon,
@@ -24,7 +25,8 @@ from megacore.optim.muon import (
     newton_schulz_flops,
     orthogonalized,
 )
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.collectives import Pending
+from megacore.parallel.mesh import SINGLE_RANK, ProcessMesh
 from megacore.plan import iteration
 
 CONFIG = OptimConfig(name="muon", lr=1e-2, muon_momentum=0.9, adam_beta2=0.95)
@@ -101,6 +103,32 @@ def test_other_parameters_are_updated_by_adam() -> None:
     for name, decay in (("norm", 0.0), ("table", 0.1)):
         expected = first[name] * (1 - 1e-2 * decay) - 1e-2 * drawn(100)[name].sign()
         torch.testing.assert_close(optimized.parameters[name].data, expected, rtol=0, atol=1e-6)
+
+
+def test_weights_are_published_once_and_not_before_their_last_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: dict[str, Tensor] = {}
+
+    def publish(part: WholeWeights) -> Pending:
+        assert not any(main.name in published for main in part.weights)
+        published.update({main.name: main.weight.clone() for main in part.weights})
+        return Pending(SINGLE_RANK, (), lambda: part.weights[0].weight)
+
+    monkeypatch.setattr(WholeWeights, "publish", publish)
+    parameters = {name: nn.Parameter(value) for name, value in drawn(0).items()}
+    chunks = (("tall", "kv"), ("table",), ("wide", "norm"))
+    syncs = [
+        GradSync({name: parameters[name] for name in chunk}, ProcessMesh.serial(), ParallelConfig())
+        for chunk in chunks
+    ]
+    optimizer = MainWeightMuon(syncs, CONFIG, torch.float32, matrices=MATRICES)
+    for sync in syncs:
+        for gradient in sync.gradients.values():
+            gradient.fill_(1.0)
+    optimizer.step(1e-2, 0.1)
+    assert published.keys() == parameters.keys()
+    assert all(torch.equal(published[name], weight) for name, weight in parameters.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
