@@ -9,11 +9,13 @@ import math
 import os
 import secrets
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import IO, Any
+from queue import SimpleQueue
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +57,7 @@ from megacore.checkpoint.shard import DeferredTensor, SavedTensors, TensorShard,
 from megacore.errors import CheckpointError, MegacoreError, WorkspaceError
 from megacore.paths import exists
 
+T = TypeVar("T")
 LEAST_FILE_BYTES = 64 << 20
 """Lower bound of the size limit of a file: a rank with fewer bytes writes one file."""
 MOST_FILES = 16
@@ -343,21 +346,20 @@ def _write_slice(
 
 
 class _Finisher:
-    """Pair of threads: one hashes written files, the other syncs them."""
+    """Pair of threads: one hashes written files, the other syncs them.
+
+    A process whose disk hangs can exit: Python waits for an executor's threads, but not for these.
+    """
 
     def __init__(self) -> None:
-        self._pools = (
-            futures.ThreadPoolExecutor(1, "checkpoint-hash"),
-            futures.ThreadPoolExecutor(1, "checkpoint-sync"),
-        )
+        self._hashing, self._syncing = _Worker("checkpoint-hash"), _Worker("checkpoint-sync")
         self._files: dict[str, tuple[futures.Future[FileRecord], futures.Future[None]]] = {}
 
     def add(self, path: Path) -> None:
         """Start to hash and sync a file, which must not change any more."""
-        hashing, syncing = self._pools
         self._files[path.name] = (
-            hashing.submit(FileRecord.of, path),
-            syncing.submit(sync_file, path),
+            self._hashing.submit(FileRecord.of, path),
+            self._syncing.submit(sync_file, path),
         )
 
     def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
@@ -376,8 +378,42 @@ class _Finisher:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
+        for each in (future for pair in self._files.values() for future in pair):
+            each.cancel()
+        for worker in (self._hashing, self._syncing):
+            worker.join()
+
+
+class _Worker:
+    """Daemon thread that calls functions with paths, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[Path], T], path: Path) -> futures.Future[T]:
+        """Call `function` later; return its result as a future."""
+        future: futures.Future[T] = futures.Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(path))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def join(self) -> None:
+        """Wait until all calls that are not cancelled have ended, and end the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def sync_file(path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import thread as executor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,36 @@ def test_close_does_not_wait_for_a_stalled_save(
     while latest_complete(tmp_path) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert latest_complete(tmp_path) is not None, "the abandoned save did not finish"
+
+
+@pytest.mark.parametrize("function", ["sync_file", "FileRecord.of"])
+def test_no_thread_of_an_abandoned_save_keeps_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    hangs, proceed = threading.Event(), threading.Event()
+
+    def hang(path: Path) -> None:
+        hangs.set()
+        assert proceed.wait(30)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(background, "_PATIENCE", 0.1)
+    saver = CheckpointSaver(tmp_path, asynchronous=True, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"megacore.checkpoint.save.{function}", hang)
+        saver.save(1, example(), {}, validation_loss=None)
+        assert hangs.wait(30)
+        saver.close()
+        threads = {each for each in threading.enumerate() if each.name.startswith("checkpoint-")}
+        assert all(each.daemon for each in threads), "Python waits for the others at its exit"
+        assert threads.isdisjoint(executor._threads_queues), "and for those of executors"
+        assert {"checkpoint-save", "checkpoint-hash", "checkpoint-sync"} <= {
+            each.name for each in threads
+        }
+        proceed.set()
+        for thread in threads:
+            thread.join(30)
+    assert checkpoint_directories(tmp_path) == []
 
 
 MOMENTS = {
