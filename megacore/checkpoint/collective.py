@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacore.artifact.files import access_error, unreadable, workspace_errors
 from megacore.checkpoint.format import (
+    HASHING_THREADS,
     MARKER_NAME,
     STALE_SUFFIX,
     FileRecord,
@@ -44,7 +45,6 @@ from megacore.errors import (
 from megacore.paths import exists, is_dir, is_file
 
 T = TypeVar("T")
-_THREADS = 4
 _logger = logging.getLogger(__name__)
 
 
@@ -185,7 +185,7 @@ def verify_together(
             "mount the same file system on every host, or set launch.data_placement to node_local"
         )
     assigned = shares(marker, ranks.size)[ranks.rank]
-    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
+    threads = max(1, min(HASHING_THREADS, (os.cpu_count() or 1) // ranks.size))
 
     def compare() -> tuple[dict[str, str], tuple[str, str] | None]:
         try:

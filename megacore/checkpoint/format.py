@@ -40,10 +40,10 @@ STATE_NAME = "state.json"
 METADATA_NAME = ".metadata"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STALE_SUFFIX = TEMPORARY
+HASHING_THREADS = 4
+"""Maximum number of hashing threads of a process; a disk is not faster with more."""
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
-_THREADS = 4
-"""Maximum number of hashing threads; a disk is not faster with more."""
 _logger = logging.getLogger(__name__)
 
 
@@ -192,7 +192,7 @@ class Marker:
                 return f"{path} cannot be read: {error.strerror}"
 
         ordered = [name for name in self.files if name in names]
-        workers = min(threads or min(_THREADS, os.cpu_count() or 1), len(ordered))
+        workers = min(threads or min(HASHING_THREADS, os.cpu_count() or 1), len(ordered))
         if workers <= 1:
             problems = [check(name) for name in ordered]
         else:
