@@ -99,12 +99,15 @@ def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
 
 
 def reductions(mesh: ProcessMesh) -> list[list[int]]:
-    """Return reduced buckets after each micro step and after `finish`, in three iterations."""
+    """Return reduced buckets after each micro step and after `finish`, in four iterations.
+
+    They have two, two, three and one micro batches, since a batch may grow.
+    """
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, WAYS["whole"])
     counts = []
-    for _ in range(3):
-        counts.append(backward(model, sync, seeds_of_replica(mesh)))
+    for micro_batches in (2, 2, 3, 1):
+        counts.append(backward(model, sync, [*seeds_of_replica(mesh), 99][:micro_batches]))
         sync.finish()
         counts[-1].append(sync.launched)
     return counts
