@@ -78,6 +78,11 @@ def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_minimum() 
     assert schedule.at(401) == schedule.at(9_999) == schedule.at(10_001) == 2e-4
 
 
+def test_inverse_square_root_begins_at_the_peak_without_warm_up() -> None:
+    schedule = LrSchedule(1e-3, 0.0, 0, 100, "inverse-square-root")
+    assert [schedule.at(step) for step in (1, 4)] == [1e-3, 5e-4]
+
+
 def test_inverse_square_root_drops_to_the_minimum_after_the_decay() -> None:
     assert LrSchedule(1e-3, 1e-5, 16, 100, "inverse-square-root").at(100) == pytest.approx(4e-4)
     assert LrSchedule(1e-3, 1e-5, 16, 100, "inverse-square-root").at(101) == 1e-5
