@@ -324,9 +324,25 @@ def _guarded(
         with guard.stdout:
             yield guard
     finally:
-        if guard is not None:  # None: a signal handler's exception left Popen's constructor
+        if guard is not None:
             _stop(guard, grace)
+        else:  # a signal handler's exception left Popen's constructor
+            _await_environments()
         end_all(lambda: marked(mark, host_mark(mark, None)), 0.0, reap=lambda: None)
+
+
+def _await_environments() -> None:
+    """Wait until each child has an environment, which it lacks for a moment after exec."""
+    limit = time.monotonic() + KILL_LIMIT
+    while time.monotonic() < limit and any(map(_lacks_environment, descendants(os.getpid()))):
+        time.sleep(0.01)
+
+
+def _lacks_environment(pid: int) -> bool:
+    try:
+        return not Path("/proc", str(pid), "environ").read_bytes()
+    except OSError:  # it ended, or is another user's
+        return False
 
 
 def _appended(log: Path) -> BinaryIO:

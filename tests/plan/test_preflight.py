@@ -221,7 +221,7 @@ def test_cuda_graphs_need_a_gpu_and_memory_of_a_validation() -> None:
             "train.kernels.norm is apex, which runs on GPUs only, and this machine has none: give",
         ),
         (
-            {"train__kernels": {"rope": "cpp"}},
+            {"train__precision": "fp32", "train__kernels": {"rope": "cpp"}},
             Hardware(64, 512 * GIB, (A100,)),
             "train.kernels.rope is cpp, which runs on CPUs only, and this machine has GPUs: give",
         ),
