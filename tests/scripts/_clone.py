@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +136,11 @@ def ask(
     method: str | None = None,
     **headers: str,
 ) -> tuple[int, str]:
-    """Return status and text of the answer to a GET, or a POST or `method` of `body` as JSON."""
+    """Return status and text of the answer to a GET, or a POST or `method` of `body` as JSON.
+
+    As clients of Prefect do, repeat a request that is answered by 503: its SQLite is locked
+    while another request or one of its services writes.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method)
     request.add_header("content-type", "application/json")
@@ -143,11 +148,15 @@ def ask(
         request.add_header("authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     for name, value in headers.items():
         request.add_header(name, value)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except HTTPError as refused:
-        return refused.code, refused.read().decode()
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as refused:
+            if refused.code != 503 or time.monotonic() > deadline:
+                return refused.code, refused.read().decode()
+            time.sleep(0.2)
 
 
 def get(url: str, login: str | None = None) -> str:
