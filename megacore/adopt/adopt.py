@@ -27,7 +27,8 @@ from megacore.adopt.rules import (
     put_hostfile,
 )
 from megacore.adopt.zero import put_scale, put_stage, read_json
-from megacore.config.load import key_of, name_of, parse_config
+from megacore.config.load import name_of, parse_config
+from megacore.config.validate import key_of
 from megacore.errors import ConfigError
 from megacore.foreign.files import leaves
 

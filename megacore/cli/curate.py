@@ -203,7 +203,7 @@ def _parts(files: Any, json_key: str) -> Any:
 def _read_steps(path: Path) -> Any:
     """Return the steps in a YAML file. Raises ConfigError."""
     from megacore.config.curate import CurateSteps
-    from megacore.config.load import validated
+    from megacore.config.validate import validated
     from megacore.foreign.files import read_yaml
 
     values = read_yaml(path)
@@ -223,7 +223,7 @@ def _read_executor(text: str) -> Any:
     import yaml
 
     from megacore.config.curate import ChosenExecutor
-    from megacore.config.load import validated
+    from megacore.config.validate import validated
 
     try:
         values = yaml.safe_load(text)

@@ -140,8 +140,8 @@ def _passkey_config(**options: Any) -> "PasskeyConfig":
 
     Raises ConfigError.
     """
-    from megacore.config.load import validated
     from megacore.config.train import PasskeyConfig
+    from megacore.config.validate import validated
 
     values = {name: value for name, value in options.items() if value is not None}
     config = validated(PasskeyConfig, values, "the passkey test")

@@ -18,7 +18,7 @@ pytest.importorskip("datatrove", reason="the extra curate is not installed")
 from megacore.cluster.batch import array as arrays
 from megacore.cluster.executors import check_executor, executor_of
 from megacore.config.curate import ChosenExecutor, CurateSteps
-from megacore.config.load import validated
+from megacore.config.validate import validated
 from megacore.corpus import curate_task
 from megacore.corpus.curate import Executor, curate_segments
 from megacore.corpus.curate_job import CurateOptions, Job, Phase

@@ -28,7 +28,7 @@ from datatrove.utils.lid import FT176LID
 
 from megacore.config.curate import CurateSteps
 from megacore.config.data import JsonlSource
-from megacore.config.load import validated
+from megacore.config.validate import validated
 from megacore.corpus import curate as stage
 from megacore.corpus.blocks import read_blocks
 from megacore.corpus.collect import collect

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("datatrove", reason="the extra curate is not installed")
 
 from megacore.config.curate import CurateSteps
-from megacore.config.load import validated
+from megacore.config.validate import validated
 from megacore.corpus import curate as stage
 from megacore.corpus.curate import curate_segments
 from megacore.corpus.curate_report import report_text

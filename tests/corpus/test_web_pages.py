@@ -16,7 +16,7 @@ from warcio.warcwriter import WARCWriter
 from megacore.artifact.files import read_json
 from megacore.config.curate import CurateSteps
 from megacore.config.data import WarcSource
-from megacore.config.load import validated
+from megacore.config.validate import validated
 from megacore.corpus import web_pages
 from megacore.corpus.collect import collect
 from megacore.corpus.curate import curate_corpus
