@@ -51,6 +51,8 @@ _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _JOINED = re.compile(r"(?<=[\w}\"'/.:,=@+%-])\$([A-Za-z_]\w*)(?=[/.:,@+%-])")
 """Variable inside a word, such as `$B` of `$A/$B/c`, at which tree-sitter divides the word."""
+_INLINE_COMMENT = re.compile(r"`[ \t]*#[^`\n]*`")
+"""Comment between the lines of a command, at which tree-sitter ends the command."""
 _MODULES = frozenset({"torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher"})
 
 
@@ -174,9 +176,11 @@ class _ReturnError(Exception):
 class _LoopError(Exception):
     """End of a round of a loop by `continue`, or of the loop by `break`."""
 
-    def __init__(self, *, ends: bool) -> None:
+    def __init__(self, *, ends: bool, levels: int) -> None:
         super().__init__()
         self.ends = ends
+        self.levels = levels
+        """Number of nested loops that end, the innermost first."""
 
 
 class _Reader:
@@ -197,7 +201,8 @@ class _Reader:
     def run(self, text: str) -> None:
         """Walk over a script's text; its `exit` ends the walk."""
         self.script.text += text
-        hidden = _JOINED.sub(r"${\1}", hide_placeholders(text.replace("\r\n", "\n")))
+        text = _INLINE_COMMENT.sub("", text.replace("\r\n", "\n"))
+        hidden = _JOINED.sub(r"${\1}", hide_placeholders(text))
         for match in re.finditer(
             r"^\s*(?:export\s+)?(\w+)=\S*[ \t]+#[ \t]*(.*\S)", hidden, re.MULTILINE
         ):
@@ -265,7 +270,11 @@ class _Reader:
                     self._all(node.named_children)
                 self.variables.values.clear()
                 self.variables.values.update(before)
-            case "compound_statement" | "do_group" | "ERROR" | "program":
+            case "ERROR":
+                if source_of(node).strip(" \t\n\\"):
+                    self._unread(node, source_of(node).strip(" \t\n\\").split("\n")[0])
+                self._all(node.named_children)
+            case "compound_statement" | "do_group" | "program":
                 if source_of(node).startswith("(("):
                     self._arithmetic(source_of(node)[2:-2])
                 else:
@@ -345,6 +354,8 @@ class _Reader:
         """
         name, _, index = target.rstrip("]").partition("[")
         old, number = self.variables.values.get(name), self.expander.number(index)
+        if old is None and number == 0:
+            old = []
         if isinstance(old, list) and number is not None and 0 <= number <= len(old):
             self.variables.values[name] = [*old[:number], word, *old[number + 1 :]]
             return True
@@ -467,6 +478,8 @@ class _Reader:
         try:
             self._statement(body)
         except _LoopError as end:
+            if end.levels > 1:
+                raise _LoopError(ends=end.ends, levels=end.levels - 1) from None
             return end.ends
         return False
 
@@ -635,6 +648,11 @@ class _Reader:
         if not words:
             return
         name = words[0].text
+        if name.startswith("--"):
+            self.script.remarks.append(
+                f"{words[0].place}: {' '.join(word.text for word in words)} belongs to no command: "
+                "end the line before it with \\, without a space or a comment after it"
+            )
         if name == "exit":
             raise _ExitError
         if name in ("source", ".") and len(words) > 1:
@@ -648,7 +666,8 @@ class _Reader:
         elif name == "return":
             raise _ReturnError
         elif name in ("break", "continue"):
-            raise _LoopError(ends=name == "break")
+            levels = self.expander.number(words[1].text) if len(words) > 1 else 1
+            raise _LoopError(ends=name == "break", levels=levels or 1)
         elif name == "eval":
             self._line(words[1:])
         elif name in self.functions and self.depth < _MOST_DEPTH:

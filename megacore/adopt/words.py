@@ -36,6 +36,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
     ast.NotEq: operator.ne,
 }
 _LARGEST = 2**63
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+"""Characters after a backslash in `$'…'`; others stay as they are written."""
 PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>")
 OPENING, CLOSING, SPACE = "\ue000", "\ue001", "\ue002"
 """Characters that stand for the brackets and spaces of a placeholder such as `<Specify path>`."""
@@ -252,6 +254,10 @@ class Expander:
                     quoted = True
                     pieces += [(part, True) for part in self._quoted(inner, here)]
                 position = end + 1
+            elif text.startswith("$'", position):
+                end, plain = _ansi_c(text, position + 2)
+                pieces += [(part, True) for part in _lines(plain, here, self.file)]
+                quoted, position = True, end
             elif char in "$`":
                 end = expansion_end(text, position)
                 pieces += self._expansion(text[position:end], place)
@@ -448,13 +454,15 @@ class Expander:
             return Part(names[1].rpartition("/")[2], place)
         if names[:1] == ["echo"] and not any(word.unknown for word in words):
             plain = [name for name in names[1:] if name not in ("-n", "-e")]
-            if not {"|", ";", "&&"} & set(plain):
+            if not any(each in ("|", "||", "&&") or each.endswith(";") for each in plain):
                 return Part(" ".join(plain), place)
         return _unknown(text, place)
 
     def number(self, text: str) -> int | None:
         """Return the value of an arithmetic expression; None if it has no value or is too large."""
         names = re.sub(r"(?<![\w$}{])(?<!\{[#!])([A-Za-z_]\w*)", r"$\1", text)
+        if re.search(r"\d#", text):  # a base, as in 10#08
+            return None
         word = self.one(f'"{names}"', 0)
         plain = word.text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
         if word.unknown:
@@ -479,6 +487,20 @@ def _lines(text: str, line: int, file: str) -> list[Part]:
         Part(piece, Place(file, line + number))
         for number, piece in enumerate(text.splitlines(keepends=True))
     ]
+
+
+def _ansi_c(text: str, start: int) -> tuple[int, str]:
+    """Return the position after the quotes `$'…'` and their text; `start` is after the first."""
+    plain, position = "", start
+    while position < len(text) and text[position] != "'":
+        char = text[position]
+        if char == "\\":
+            position += 1
+            char = text[position : position + 1]
+            char = _ESCAPES.get(char, f"\\{char}")
+        plain += char
+        position += 1
+    return position + 1, plain
 
 
 def _changed(text: str, rest: str) -> str | None:

@@ -105,6 +105,22 @@ def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
             ["a/b/c", "a/b.d", "--x=a/b/e"],
         ),
         ("N=1\n((N == 2))\npython t.py $N", ["1"]),
+        ("python t.py --a 1 \\\n  `# why` --b 2", ["--a", "1", "--b", "2"]),
+        (
+            "A=$'--x 1\\n--y 2'\npython t.py $A $'a\\tb' $'it\\'s'",
+            ["--x", "1", "--y", "2", "a\tb", "it's"],
+        ),
+        (
+            "for i in 1 2; do for j in 3 4; do break 2; done; A=5; done\npython t.py $i $j ${A:-6}",
+            ["1", "3", "6"],
+        ),
+        (
+            "for i in 1 2; do for j in 3 4; do A+=$j; continue 2; done; done\npython t.py $A",
+            ["33"],
+        ),
+        ("A[0]=1\nA[1]=2\npython t.py ${A[@]}", ["1", "2"]),
+        ("A=$(echo 1; echo 2)\npython t.py $A", ["$(echo 1; echo 2)"]),
+        ("python t.py $((10#08))", ["$((10#08))"]),
     ],
 )
 def test_words_are_those_of_bash(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -198,6 +214,18 @@ def test_braces_that_bash_keeps_are_no_brace_expansion(tmp_path: Path) -> None:
 def test_a_statement_that_is_not_read_is_named(tmp_path: Path) -> None:
     script = script_of(tmp_path, "for ((i=0; i<3; i++)); do A=$i; done\npython t.py $A")
     assert script.remarks == ["train.sh:1: for ((i=0; i<3; i++)); do A=$i; done is not read"]
+
+
+@pytest.mark.parametrize("end", ["\\ ", "\\\n # why"])
+def test_flags_after_a_line_that_ends_their_command_are_named(tmp_path: Path, end: str) -> None:
+    script = script_of(tmp_path, f"python t.py --a 1 {end}\n  --b 2\n")
+    (remark,) = script.remarks
+    assert "--b 2 belongs to no command: end the line before it with \\" in remark
+
+
+def test_text_that_is_no_shell_syntax_is_named(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "python t.py --a (1) --b 2\n")
+    assert script.remarks == ["train.sh:1: (1) -- is not read"]
 
 
 def test_files_that_a_script_writes_are_read(tmp_path: Path) -> None:
