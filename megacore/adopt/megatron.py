@@ -26,6 +26,8 @@ from megacore.adopt.rules import (
 from megacore.adopt.zero import put_zero
 from megacore.foreign.files import read_number
 
+_TWO_NAMES = (("--num-layers", "--encoder-num-layers"), ("--seq-length", "--encoder-seq-length"))
+"""Flags of one value, of which Megatron takes one only."""
 _FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 """Family of the model of each training program."""
 _SIZES = {
@@ -75,6 +77,10 @@ def translate(settings: Settings, draft: Draft) -> None:
             MEGATRON.apply(setting, draft)
         else:
             draft.refuse(setting, "a word that belongs to no flag", "leave it out")
+    for flag, other in _TWO_NAMES:
+        second = settings.get(other)
+        if second is not None and flag in settings:
+            draft.reject(second, f"give it or {flag}, not both")
     require(settings, draft, _SIZES)
     put_model(settings, draft, family)
     _layout(settings, draft)
@@ -207,6 +213,9 @@ def _batches(settings: Settings, draft: Draft) -> None:
         draft.put("train.global_batch_size", size * replicas, micro, f"x {replicas} replicas")
     _growth(settings, draft)
     batch = draft.get("train.global_batch_size")
+    if batch is not None and micro is None and "train.micro_batch_size" not in draft.values:
+        draft.put("train.micro_batch_size", 1, "not written")
+        draft.ask("train.micro_batch_size", "how many samples has a micro batch? no flag says it")
     if batch is None:
         if draft.missing or "--step-batch-size-schedule" in settings:
             return

@@ -123,7 +123,7 @@ TABLE: dict[str, Rule] = {
     "eval_iters": To("train.eval_iters", integer),
     "eval_interval": To("train.eval_interval", integer),
     "log_interval": To("train.log_interval", integer),
-    "exit_interval": To("train.exit_interval", integer),
+    "exit_interval": To("train.exit_interval", integer, ("0",)),
     "checkpoint_factor": Joint("it decides the intervals of checkpoints"),
     "checkpoint_scale": Absent(
         "checkpoints in growing intervals", "checkpoint.save_interval", ("linear",)

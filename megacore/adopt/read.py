@@ -19,7 +19,9 @@ from megacore.errors import ConfigError
 from megacore.foreign.files import YAML_BYTES, leaves, parse_yaml
 from megacore.paths import is_file
 
-PROGRAMS = ("megatron", "megatron-deepspeed", "neox", "nanotron", "accelerate", "deepspeed")
+_OF_SCRIPTS = ("megatron", "megatron-deepspeed")
+"""Programs whose settings are flags in a shell script."""
+PROGRAMS = (*_OF_SCRIPTS, "neox", "nanotron", "accelerate", "deepspeed")
 TRAINING = re.compile(r"(pretrain_(?:gpt|bert|t5|hybrid|mamba))(?:\.py)?$")
 """Programs that train a language model."""
 OTHER_PROGRAMS = (
@@ -148,6 +150,12 @@ def read_settings(
         )
     if given and not scripts:
         raise ConfigError("--set gives values to the variables of a script, and there is none")
+    if program is not None and (program in _OF_SCRIPTS) is not bool(scripts):
+        raise ConfigError(
+            f"--program is {program}, whose settings are in "
+            + ("a shell script, and there is none: " if not scripts else "YAML or JSON files: ")
+            + "give its files, or leave --program out"
+        )
     contents = [(path, _content(path)) for path in others]
     settings = (
         _of_script(scripts[0], contents, given, program)
@@ -419,12 +427,24 @@ def _json(
     items: list[Setting], script: Script, contents: _Contents, path: Path
 ) -> dict[str, Any] | None:
     """Return DeepSpeed's JSON: a given file, one that the script writes, or one next to it."""
-    for _, (content, _) in contents:
-        if isinstance(content, dict):
-            return content
     setting = next(
         (each for each in items if each.name in ("--deepspeed_config", "--deepspeed-config")), None
     )
+    if contents:
+        file, (content, _) = contents[0]
+        problem = (
+            f"belongs to no flag of {path}, which has no --deepspeed_config"
+            if setting is None
+            else f"and {contents[1][0]} are two files for one {setting.name}"
+            if len(contents) > 1
+            else ""
+            if isinstance(content, dict)
+            else f"holds no settings, and {setting.name} names DeepSpeed's JSON"
+        )
+        if problem:
+            raise ConfigError(f"{file} {problem}: give the script with its DeepSpeed JSON only")
+        settings: dict[str, Any] = content
+        return settings
     if setting is None or not setting.words:
         return None
     name = Path(setting.words[0]).name

@@ -247,6 +247,8 @@ class To(NamedTuple):
 
     field: str
     convert: Callable[[Any], Any] = word
+    off: tuple[str, ...] = ()
+    """Values with which the setting requests nothing."""
 
 
 class On(NamedTuple):
@@ -339,6 +341,10 @@ class Rules:
                     draft.refuse(setting, feature, near)
             case To() | Choice() if setting.value is None:
                 draft.ignore(setting, "it requests nothing")
+            case To() | Choice() if setting.name.startswith("-") and len(setting.words) > 1:
+                draft.reject(setting, "give one value")
+            case To(off=off) if off and _requests_nothing(setting, off):
+                draft.ignore(setting, "its value requests nothing")
             case To(name, convert):
                 self._convert(setting, name, convert, draft)
             case Choice(name, choices, feature, near):

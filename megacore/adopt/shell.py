@@ -146,11 +146,14 @@ def flags_of(words: tuple[Word, ...], booleans: frozenset[str] = frozenset()) ->
 
 def _text_of(path: Path) -> str:
     try:
-        return read_bytes(path, SCRIPT_BYTES).decode("utf-8", errors="replace")
+        content = read_bytes(path, SCRIPT_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}: give another file") from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a script: {error}") from error
+    if b"\0" in content:
+        raise ConfigError(f"{path} cannot be read as a script: it is no text: give another file")
+    return content.decode("utf-8", errors="replace")
 
 
 def _parser() -> "Parser":

@@ -108,8 +108,8 @@ def _check_missing(draft: "Draft", shown: str) -> None:
         return
     lines = "; ".join(f"{setting} for {name}" for setting, name in draft.missing[:_SHOWN])
     raise ConfigError(
-        f"{shown}: values are missing: {lines}: give them with --set NAME=VALUE, or with the file "
-        "that has them"
+        f"{shown}: values are missing: {lines}: give those of a script's variables with --set "
+        "NAME=VALUE, and write the others into the file, or give the file that has them"
     )
 
 

@@ -153,6 +153,44 @@ def test_files_of_several_programs_are_refused(tmp_path: Path) -> None:
         adopted(tmp_path, "a.yaml", NANOTRON, NEOX_MODEL)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "program", "sentence"),
+    [
+        ("a.yaml", NANOTRON, "megatron", "settings are in a shell script, and there is none"),
+        ("a.sh", GPT, "deepspeed", "settings are in YAML or JSON files"),
+    ],
+)
+def test_a_program_of_other_files_is_refused(
+    tmp_path: Path, name: str, text: str, program: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--program is {program}, whose {sentence}: give its"):
+        adopted(tmp_path, name, text, program=program)
+
+
+@pytest.mark.parametrize(
+    ("flag", "contents", "problem"),
+    [
+        ("", ["{}"], "a0.json belongs to no flag of .*, which has no --deepspeed_config"),
+        ("--deepspeed_config a.json", ["[1]"], "a0.json holds no settings, and --deepspeed_config"),
+        ("--deepspeed_config a.json", ["{}", "{}"], "a0.json and .*a1.json are two files for one"),
+    ],
+)
+def test_a_file_that_a_script_does_not_read_is_refused(
+    tmp_path: Path, flag: str, contents: list[str], problem: str
+) -> None:
+    paths = [tmp_path / "gpt.sh", *(tmp_path / f"a{n}.json" for n in range(len(contents)))]
+    for path, text in zip(paths, [GPT + flag, *contents], strict=True):
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        adopt(paths)
+
+
+def test_a_binary_file_is_no_script(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_bytes(b"\x1b[2J\0python pretrain_gpt.py")
+    with pytest.raises(ConfigError, match=r"it is no text: give another file$"):
+        adopt([tmp_path / "a.sh"])
+
+
 def test_a_fragment_of_flags_is_adopted_with_questions(tmp_path: Path) -> None:
     flags = (
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 --swiglu"

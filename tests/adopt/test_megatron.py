@@ -304,6 +304,9 @@ def test_zero_bubble_schedules_are_delayed_weight_gradients(tmp_path: Path) -> N
         ("--eval-iters -1", r"--eval-iters is '-1' \(gpt\.sh:1\): give at least 0 and at most"),
         ("--rampup-batch-size 4 4 x", r"--rampup-batch-size is '4 4 x' .*three integers above 0"),
         ("--deepspeed --zero-stage 7", r"--zero-stage is '7' .*give at least 0 and at most 3$"),
+        ("--seq-length 16 64", r"^gpt\.sh: --seq-length is '16 64' \(gpt\.sh:1\): give one value$"),
+        ("--encoder-num-layers 8", r"--encoder-num-layers is '8' .*give it or --num-layers, not"),
+        ("--encoder-seq-length 8", r"--encoder-seq-length is '8' .*give it or --seq-length, not"),
         ("--vocab-size 99999999999", r"--vocab-size is '99999999999' .*at most 1,073,741,824$"),
         (
             "--vocab-file ''",
@@ -333,6 +336,17 @@ def test_words_without_a_flag_are_refused_one_by_one(tmp_path: Path) -> None:
         f"{word} (gpt.sh:1): a word that belongs to no flag; nearest: leave it out"
         for word in ("yes", "please", "no")
     ]
+
+
+def test_a_micro_batch_that_no_flag_gives_is_a_question(tmp_path: Path) -> None:
+    result = adopted(tmp_path, "gpt.sh", GPT.replace("--micro-batch-size 2", ""))
+    assert "train.micro_batch_size: how many samples has a micro batch?" in result.text
+    assert config_of(tmp_path, result).train.micro_batch_size == 1
+
+
+def test_a_limit_of_zero_ends_no_run(tmp_path: Path) -> None:
+    train = config(tmp_path, "--exit-interval 0 --exit-duration-in-mins 0").train
+    assert (train.exit_interval, train.exit_duration_minutes) == (None, None)
 
 
 def test_an_interval_of_zero_saves_at_the_end_only(tmp_path: Path) -> None:
