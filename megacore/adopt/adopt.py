@@ -4,7 +4,7 @@ Each line of the configuration names the setting that it comes from.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from megacore.adopt import megatron, nanotron, neox
-from megacore.adopt.check import Comparison, compare
+from megacore.adopt.check import Comparison, ForeignModel, compare
 from megacore.adopt.data import put_unnamed
 from megacore.adopt.read import read_settings
 from megacore.adopt.rules import (
@@ -40,6 +40,9 @@ _PLACE = re.compile(r"\([^()]+:\d+\)")
 """File and line of a setting, in the origin of a value."""
 Outcome = Literal["adopted", "refused", "incomplete", "other"]
 """Outcome: adopted whole; features refused; values missing; or no training of a language model."""
+
+_Translation = Callable[[Settings, Draft], None]
+_Sizes = Callable[[Settings, Draft], ForeignModel | None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def adopt(
     files, draft = ", ".join(path.name for path in paths), Draft()
     failure: Exception | None = None
     try:
-        _translate(settings, draft)
+        _PROGRAMS[settings.program][0](settings, draft)
     except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
         failure = error  # of a wrong value that the draft names, else of one that nothing checks
     if draft.wrong:
@@ -136,30 +139,9 @@ def _wrong_values(draft: Draft, error: ConfigError) -> list[str]:
     return clauses
 
 
-def _translate(settings: Settings, draft: Draft) -> None:
-    """Fill the draft of a run."""
-    match settings.program:
-        case "neox":
-            neox.translate(settings, draft)
-        case "nanotron":
-            nanotron.translate(settings, draft)
-        case "deepspeed" | "accelerate":
-            _settings_only(settings, draft)
-        case _:
-            megatron.translate(settings, draft)
-
-
 def _compared(settings: Settings, draft: Draft, config: "RunConfig") -> Comparison | None:
     """Compare the model with the program's formulas; None if the settings do not give its sizes."""
-    match settings.program:
-        case "neox":
-            foreign = neox.foreign_model(settings, draft)
-        case "nanotron":
-            foreign = nanotron.foreign_model(settings, draft)
-        case "deepspeed" | "accelerate":
-            foreign = None
-        case _:
-            foreign = megatron.foreign_model(settings, draft)
+    foreign = _PROGRAMS[settings.program][1](settings, draft)
     return None if foreign is None else compare(foreign, config)
 
 
@@ -186,6 +168,21 @@ def _settings_only(settings: Settings, draft: Draft) -> None:
         draft.ask("train.global_batch_size", "how many samples has a step of all replicas?")
     put_unnamed(draft, "the file has no data")
     draft.ask("model", "the file has no model: the sizes are those of megacore's defaults")
+
+
+def _no_model(settings: Settings, draft: Draft) -> None:
+    """Return no sizes: files of DeepSpeed and Accelerate have no model."""
+
+
+_PROGRAMS: dict[str, tuple[_Translation, _Sizes]] = {
+    "megatron": (megatron.translate, megatron.foreign_model),
+    "megatron-deepspeed": (megatron.translate, megatron.foreign_model),
+    "neox": (neox.translate, neox.foreign_model),
+    "nanotron": (nanotron.translate, nanotron.foreign_model),
+    "deepspeed": (_settings_only, _no_model),
+    "accelerate": (_settings_only, _no_model),
+}
+"""Functions of each program: the first fills the draft of a run, the second returns its sizes."""
 
 
 def _accelerate(draft: Draft, content: Mapping[str, Any], name: str) -> None:

@@ -40,8 +40,6 @@ class ForeignModel:
     qkv_bias: bool = False
     """Biases of queries, keys and values, also without `attention_bias`."""
     binary_head: bool = False
-    parallel_norms: int = 2
-    """Norms of a layer."""
 
     @property
     def padded(self) -> int:
@@ -60,7 +58,7 @@ class ForeignModel:
         if self.qk_norm:
             attention += 2 * self.head_size * (2 if self.norm_bias else 1)
         mlp = h * up * self.inner + self.inner * h + (up * self.inner + h) * self.mlp_bias
-        layers = self.layers * (attention + mlp + self.parallel_norms * norm)
+        layers = self.layers * (attention + mlp + 2 * norm)
         tables = self.padded * h * (2 if self.untied else 1) + self.positions * h
         total = tables + layers + norm
         if self.family == "bert":  # token types, head with dense layer, norm and bias, pooler

@@ -23,7 +23,7 @@ from megacore.adopt.rules import (
     sources,
     word,
 )
-from megacore.adopt.zero import put_zero
+from megacore.adopt.zero import put_constant_scale, put_zero
 from megacore.foreign.files import read_number
 
 _TWO_NAMES = (("--num-layers", "--encoder-num-layers"), ("--seq-length", "--encoder-seq-length"))
@@ -41,8 +41,6 @@ _ITERATIONS = 1000
 """Length of a run that no flag gives."""
 _RATE = 1e-3
 """Learning rate that no flag gives."""
-_CONSTANT_WINDOW = 10**9
-"""Window of a loss scale that never grows."""
 
 
 class Fixed(NamedTuple):
@@ -85,7 +83,7 @@ def translate(settings: Settings, draft: Draft) -> None:
     put_model(settings, draft, family)
     _layout(settings, draft)
     put_zero(settings, draft)
-    put_launch(settings, draft)
+    _put_launch(settings, draft)
     _batches(settings, draft)
     _compare_batches(settings, draft)
     _schedule(settings, draft)
@@ -110,7 +108,7 @@ def foreign_model(settings: Settings, draft: Draft) -> ForeignModel | None:
     family = _FAMILIES.get(settings.entry, "gpt")
     if family == "t5":
         return None
-    return model_sizes(settings, family, data_parallel_size(settings, draft))
+    return model_sizes(settings, family, _data_parallel_size(settings, draft))
 
 
 def _layout(settings: Settings, draft: Draft) -> None:
@@ -166,7 +164,7 @@ def _uneven(draft: Draft, ends: list[Setting | None], layers: int, pipeline: int
     )
 
 
-def put_launch(settings: Settings, draft: Draft) -> None:
+def _put_launch(settings: Settings, draft: Draft) -> None:
     """Set ranks and hosts from the options of the launcher."""
     per_host, hosts = settings.ranks_per_host, settings.hosts or 1
     origin = ", ".join(map(str, settings.launcher)) or "the launch command"
@@ -193,7 +191,7 @@ def _ranks_per_replica(draft: Draft) -> int:
     return math.prod(draft.get(f"parallel.{name}", 1) for name in sizes)
 
 
-def data_parallel_size(settings: Settings, draft: Draft) -> int | None:
+def _data_parallel_size(settings: Settings, draft: Draft) -> int | None:
     """Return the number of replicas; None if the number of ranks is not written."""
     ranks = settings.ranks
     model = _ranks_per_replica(draft)
@@ -206,7 +204,7 @@ def _batches(settings: Settings, draft: Draft) -> None:
     if micro is not None and size is not None:
         draft.put("train.micro_batch_size", size, micro)
     batch = integer_of(total, draft, "train.global_batch_size", least=1)
-    replicas = data_parallel_size(settings, draft)
+    replicas = _data_parallel_size(settings, draft)
     if total is not None and batch is not None:
         draft.put("train.global_batch_size", batch, total)
     elif total is None and micro is not None and size is not None and replicas is not None:
@@ -235,7 +233,7 @@ def _batches(settings: Settings, draft: Draft) -> None:
             continue
         iterations = value
         if is_tokens is not None:
-            iterations = iterations_of(draft, value, tokens=is_tokens, up=is_tokens)
+            iterations = _iterations_of(draft, value, tokens=is_tokens, up=is_tokens)
         lengths.append((iterations, setting))
     if lengths:
         shortest = min(lengths, key=lambda each: each[0])
@@ -251,7 +249,7 @@ def _compare_batches(settings: Settings, draft: Draft) -> None:
     micro, total = (draft.values.get(f"train.{part}_batch_size") for part in ("micro", "global"))
     if path is None or micro is None or total is None:
         return
-    replicas = data_parallel_size(settings, draft)
+    replicas = _data_parallel_size(settings, draft)
     steps = None if replicas is None else total.value / (micro.value * replicas)
     for key, expected, origin in (
         ("train_micro_batch_size_per_gpu", micro.value, micro.origin),
@@ -264,7 +262,7 @@ def _compare_batches(settings: Settings, draft: Draft) -> None:
             draft.refuse(setting, f"it contradicts {origin}", "the same batch in both")
 
 
-def iterations_of(draft: Draft, amount: float, *, tokens: bool, up: bool = False) -> int:
+def _iterations_of(draft: Draft, amount: float, *, tokens: bool, up: bool = False) -> int:
     """Return the iterations in which a run consumes a number of samples or tokens.
 
     During a ramp-up a batch is smaller. `up` rounds up instead of to the nearest.
@@ -366,10 +364,10 @@ def _schedule(settings: Settings, draft: Draft) -> None:
             elif counted == "iters":
                 draft.put(name, value, setting)
             else:
-                iterations = iterations_of(draft, value, tokens=counted == "tokens")
+                iterations = _iterations_of(draft, value, tokens=counted == "tokens")
                 draft.put(name, max(1, iterations), *origins)
     if each is not None and "optim.lr_decay_iters" not in draft.values:
-        run = iterations_of(draft, draft.get("train.train_iters", 1) * each, tokens=False)
+        run = _iterations_of(draft, draft.get("train.train_iters", 1) * each, tokens=False)
         draft.put("optim.lr_decay_iters", run, settings.default, f"--train-iters x {each} samples")
     share = number_of(fraction, draft, "optim.lr_warmup_fraction")
     if fraction is not None and share is not None:
@@ -416,7 +414,7 @@ def _samples_of_an_iteration(settings: Settings, draft: Draft) -> int | None:
     if not growing or "--train-iters" not in settings:
         return None
     total: int = draft.get("train.global_batch_size")
-    replicas = data_parallel_size(settings, draft)
+    replicas = _data_parallel_size(settings, draft)
     if "--global-batch-size" in settings or replicas is None:
         return total
     micro: int = draft.get("train.micro_batch_size", 1)
@@ -523,16 +521,6 @@ def _precision(settings: Settings, draft: Draft) -> None:
     value = number_of(scale, draft, "optim.loss_scale.initial")
     if scale is not None and value is not None:
         put_constant_scale(draft, value, scale)
-
-
-def put_constant_scale(draft: Draft, value: float, origin: Setting) -> None:
-    """Set a loss scale that never moves: its minimum is its start and it never grows."""
-    if value == 0:
-        draft.ignore(origin, "0 requests the dynamic loss scale")
-        return
-    for key in ("initial", "minimum"):
-        draft.put(f"optim.loss_scale.{key}", value, origin)
-    draft.put("optim.loss_scale.window", _CONSTANT_WINDOW, origin, "a constant scale never grows")
 
 
 def _recompute(settings: Settings, draft: Draft) -> None:

@@ -11,8 +11,8 @@ import yaml
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.neox import settings_of
 from megacore.adopt.neox_keys import NEOX
-from megacore.adopt.rules import On, Place, Setting, Settings
-from megacore.adopt.shell import SCRIPT_BYTES, Script, flags_of, read_script
+from megacore.adopt.rules import On, Place, Setting, Settings, ranks_per_host
+from megacore.adopt.shell import Script, flags_of, read_script
 from megacore.adopt.words import Word
 from megacore.artifact.files import parse_json, read_bytes
 from megacore.errors import ConfigError
@@ -163,8 +163,9 @@ def read_settings(
         else _of_files(contents, program)
     )
     if isinstance(settings, Settings) and ranks is not None:
-        settings.ranks_per_host = min(ranks, 8) if ranks % 8 == 0 or ranks < 8 else ranks
-        settings.hosts = max(1, ranks // settings.ranks_per_host)
+        settings.ranks_per_host = ranks_per_host(ranks)
+        settings.hosts = ranks // settings.ranks_per_host
+        settings.launcher = [Setting("--ranks", [str(ranks)], Place("the command line", 0))]
     return settings
 
 
@@ -302,7 +303,7 @@ def _of_script(
     else:
         words, names = _fragment(script)
         entry, launcher = "pretrain_gpt", ()
-        if script.launches or not words or _starts_something(path):
+        if script.launches or not words or _starts_something(script.text):
             return _other(path, script)
         remarks.append(
             f"no command trains here: the flags are those of the variables {', '.join(names)}"
@@ -370,9 +371,8 @@ def _fragment(script: Script) -> tuple[tuple[Word, ...], list[str]]:
     return tuple(word for name in kept for word in candidates[name]), kept
 
 
-def _starts_something(path: Path) -> bool:
+def _starts_something(text: str) -> bool:
     """Return True if the text of a script names a Python program, which is none that trains."""
-    text = read_bytes(path, SCRIPT_BYTES).decode("utf-8", errors="replace")
     return re.search(r"^[^#\n]*[\w}]\.py\b", text, re.MULTILINE) is not None
 
 

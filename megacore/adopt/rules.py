@@ -427,10 +427,14 @@ def names(text: str, name: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
 
 
+def ranks_per_host(ranks: int) -> int:
+    """Return the ranks of each host where only their total is known: at most 8."""
+    return ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
+
+
 def put_ranks(draft: Draft, ranks: int, origin: str, per_host: int | None = None) -> None:
     """Set the launch of a number of ranks; without `per_host` each host has at most 8 of them."""
-    if per_host is None:
-        per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
+    per_host = per_host or ranks_per_host(ranks)
     draft.put("launch.nproc_per_node", per_host, origin)
     if ranks > per_host:
         draft.put("launch.nnodes", ranks // per_host, origin)

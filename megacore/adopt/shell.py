@@ -47,7 +47,7 @@ _NO_LAUNCH = frozenset(
 """Commands that start no training, whatever their words are."""
 _LITERAL = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}", re.DOTALL)
 """Pieces of a word in which braces are not expanded."""
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_BRACE_EXPANSION = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _JOINED = re.compile(r"(?<=[\w}\"'/.:,=@+%-])\$([A-Za-z_]\w*)(?=[/.:,@+%-])")
 """Variable inside a word, such as `$B` of `$A/$B/c`, at which tree-sitter divides the word."""
@@ -299,7 +299,7 @@ class _Reader:
     def _expanded(self, node: "Node") -> list[Word]:
         """Return the words of a node; braces such as `{a,b}` stay, with a remark."""
         source = source_of(node)
-        braces = _BRACES.search(_LITERAL.sub('""', source)) if "{" in source else None
+        braces = _BRACE_EXPANSION.search(_LITERAL.sub('""', source)) if "{" in source else None
         if braces is not None:
             self._unread(node, f"the brace expansion {source}")
         return self.expander.words(source, node.start_point[0] + 1)

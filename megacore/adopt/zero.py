@@ -98,6 +98,8 @@ _DYNAMIC = frozenset(
 )
 _SCALE_DEFAULTS = {"initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
 """DeepSpeed's loss scale of fp16 without keys in the JSON."""
+_CONSTANT_WINDOW = 10**9
+"""Window of a loss scale that never grows."""
 _ACTIVATIONS = {
     "partition_activations": "stored activations divided over tensor-parallel ranks",
     "cpu_checkpointing": "offload of activations",
@@ -161,6 +163,16 @@ def put_scale(draft: Draft) -> None:
     for part, value in _SCALE_DEFAULTS.items():
         if f"optim.loss_scale.{part}" not in draft.values:
             draft.put(f"optim.loss_scale.{part}", value, "DeepSpeed's default")
+
+
+def put_constant_scale(draft: Draft, value: float, origin: Setting) -> None:
+    """Set a loss scale that never moves: its minimum is its start and it never grows."""
+    if value == 0:
+        draft.ignore(origin, "0 requests the dynamic loss scale")
+        return
+    for part in ("initial", "minimum"):
+        draft.put(f"optim.loss_scale.{part}", value, origin)
+    draft.put("optim.loss_scale.window", _CONSTANT_WINDOW, origin, "a constant scale never grows")
 
 
 def put_stage(
@@ -299,12 +311,7 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
         device = {"True": "cpu", "False": "none"}.get(str(value), str(value))
         draft.put("deepspeed.offload_optimizer", device, setting)
     elif key == "fp16.loss_scale":
-        if value:
-            for part in ("initial", "minimum"):
-                draft.put(f"optim.loss_scale.{part}", number(value), setting)
-            draft.put("optim.loss_scale.window", 10**9, setting)
-        else:
-            draft.ignore(setting, "0 requests the dynamic loss scale")
+        put_constant_scale(draft, number(value), setting)
     elif key in _DYNAMIC and read_number(_fp16(content, "loss_scale")):
         draft.ignore(setting, "the loss scale is constant")
     elif key == "fp16.initial_scale_power":

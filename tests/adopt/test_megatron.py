@@ -262,6 +262,15 @@ def test_hosts_are_added_where_a_replica_does_not_fit(tmp_path: Path) -> None:
     assert any("launch.nnodes is 2" in remark for remark in result.draft.remarks)  # type: ignore[union-attr]
 
 
+def test_given_ranks_have_at_most_8_on_a_host_and_are_the_origin(tmp_path: Path) -> None:
+    flags = "--tensor-model-parallel-size 12 --global-batch-size 16"
+    result = gpt(tmp_path, flags, ranks=12, partial=True)
+    assert result.draft is not None
+    for name, value in (("nproc_per_node", 4), ("nnodes", 3)):
+        entry = result.draft.values[f"launch.{name}"]
+        assert entry == (value, "--ranks 12 (the command line)")
+
+
 def test_checkpoints_from_elsewhere_become_questions(tmp_path: Path) -> None:
     result = gpt(tmp_path, "--save /c/new --load /c/old --finetune")
     assert config_of(tmp_path, result).train.pretrained_checkpoint == "/c/old"
