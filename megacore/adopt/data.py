@@ -27,6 +27,8 @@ _TOKENIZERS = {
     "t5": "BertWordPieceLowerCase",
 }
 """Tokenizer of each training program of Megatron-LM without --tokenizer-type."""
+_MULTIPLE = 128
+"""Multiple to which Megatron and NeoX pad the vocabulary if no setting gives one."""
 MOST_ENTRIES = 2**30
 """Most entries of a vocabulary, as of `data.tokenizer.vocab_size`."""
 
@@ -185,6 +187,22 @@ def put_tokenizer(settings: Settings, draft: Draft, family: str) -> None:
     draft.ignore_rest("it follows from the tokenizer", size, settings.get("--tiktoken-pattern"))
     files = (vocab, merges, settings.get("--tokenizer-model"), model)
     draft.ignore_rest(f"the tokenizer {name} does not read it", *files)
+
+
+def put_padding(settings: Settings, draft: Draft, name: str, program: str) -> None:
+    """Set the multiple to which a program pads the vocabulary: its own times the tensor ranks."""
+    setting = settings.get(name)
+    multiple = integer_of(setting, draft, "model.make_vocab_size_divisible_by", least=1)
+    tensor = draft.get("parallel.tensor_model_parallel_size", 1)
+    if (setting is None and tensor == 1) or (setting is not None and multiple is None):
+        return
+    by = [f"x {tensor} tensor-parallel ranks, as {program} pads"] if tensor > 1 else []
+    draft.put(
+        "model.make_vocab_size_divisible_by",
+        (multiple or _MULTIPLE) * tensor,
+        setting or f"{settings.default} {_MULTIPLE}",
+        *by,
+    )
 
 
 def choose_tokenizer(

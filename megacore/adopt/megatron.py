@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megacore.adopt.check import ForeignModel
-from megacore.adopt.data import put_data, put_tokenizer
+from megacore.adopt.data import put_data, put_padding, put_tokenizer
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.megatron_model import ignore_rotary, model_sizes, put_model
 from megacore.adopt.rules import (
@@ -126,15 +126,7 @@ def _layout(settings: Settings, draft: Draft) -> None:
         draft.put("parallel.sequence_parallel", True, sequence)
     elif sequence is not None:
         draft.ignore(sequence, "Megatron turns it off for one tensor-parallel rank")
-    divisible = settings.get("--make-vocab-size-divisible-by")
-    multiple = integer_of(divisible, draft, "model.make_vocab_size_divisible_by", least=1)
-    if divisible is None or multiple is not None:
-        base = 128 if multiple is None else multiple
-        origin = divisible or "Megatron-LM's default 128"
-        if divisible is not None or tensor > 1:
-            by = f"x {tensor} tensor-parallel ranks, as Megatron pads"
-            origins = (origin, by) if tensor > 1 else (origin,)
-            draft.put("model.make_vocab_size_divisible_by", base * tensor, *origins)
+    put_padding(settings, draft, "--make-vocab-size-divisible-by", "Megatron")
     layers, virtual = draft.get("model.num_layers"), 1
     per_chunk = settings.get("--num-layers-per-virtual-pipeline-stage")
     count = integer_of(per_chunk, draft, "parallel.virtual_pipeline_model_parallel_size", least=1)

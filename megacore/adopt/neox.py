@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.adopt.check import OTHER_VOCABULARY, ForeignModel
-from megacore.adopt.data import choose_tokenizer, prefix_source, put_split, put_unnamed
+from megacore.adopt.data import choose_tokenizer, prefix_source, put_padding, put_split, put_unnamed
 from megacore.adopt.neox_keys import JSON_KEYS, NEOX
 from megacore.adopt.rules import (
     Draft,
@@ -246,17 +246,7 @@ def _layout(settings: Settings, draft: Draft) -> None:
             draft.put("parallel.sequence_parallel", True, sequence)
         else:
             draft.ignore(sequence, "it requests nothing")
-    divisible = settings.get("make_vocab_size_divisible_by")
-    multiple = integer_of(divisible, draft, "model.make_vocab_size_divisible_by", least=1)
-    base = 128 if multiple is None else multiple
-    if divisible is not None or tensor > 1:
-        by = f"x {tensor} tensor-parallel ranks, as NeoX pads"
-        origin = divisible or f"{settings.default} 128"
-        draft.put(
-            "model.make_vocab_size_divisible_by",
-            base * tensor,
-            *([origin, by] if tensor > 1 else [origin]),
-        )
+    put_padding(settings, draft, "make_vocab_size_divisible_by", "NeoX")
     stage_entry = draft.values.get("deepspeed.zero_stage")
     if stage_entry is not None:
         put_stage(draft, int(stage_entry.value), [stage_entry.origin])
