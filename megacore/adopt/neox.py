@@ -32,6 +32,7 @@ _SIZES = {
     "model.hidden_size": "hidden_size",
     "model.num_attention_heads": "num_attention_heads",
     "data.seq_length": "seq_length",
+    "model.max_position_embeddings": "max_position_embeddings",
 }
 """Keys without which a run has no model."""
 

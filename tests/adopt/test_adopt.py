@@ -133,6 +133,11 @@ def test_sizes_that_no_key_says_are_missing(tmp_path: Path) -> None:
     result = adopted(tmp_path, "a.yml", NEOX_MODEL.replace('"hidden-size": 768,', ""), NEOX_PATHS)
     assert result.draft is not None
     assert [name for _, name in result.draft.missing] == ["model.hidden_size"]
+    text = NEOX_MODEL.replace("max-position-embeddings", "max_position_embeddings")
+    text = text.replace('"max_position_embeddings": 2048', '"max_position_embeddings": null')
+    result = adopted(tmp_path, "a.yml", text, NEOX_PATHS)
+    assert result.draft is not None
+    assert [name for _, name in result.draft.missing] == ["model.max_position_embeddings"]
 
 
 def test_flags_that_wait_for_a_missing_value_are_in_the_remarks(tmp_path: Path) -> None:
