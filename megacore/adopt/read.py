@@ -431,20 +431,7 @@ def _json(
         (each for each in items if each.name in ("--deepspeed_config", "--deepspeed-config")), None
     )
     if contents:
-        file, (content, _) = contents[0]
-        problem = (
-            f"belongs to no flag of {path}, which has no --deepspeed_config"
-            if setting is None
-            else f"and {contents[1][0]} are two files for one {setting.name}"
-            if len(contents) > 1
-            else ""
-            if isinstance(content, dict)
-            else f"holds no settings, and {setting.name} names DeepSpeed's JSON"
-        )
-        if problem:
-            raise ConfigError(f"{file} {problem}: give the script with its DeepSpeed JSON only")
-        settings: dict[str, Any] = content
-        return settings
+        return _given_json(contents, setting, path)
     if setting is None or not setting.words:
         return None
     name = Path(setting.words[0]).name
@@ -463,3 +450,17 @@ def _json(
         except ConfigError:
             return None
     return content if isinstance(content, dict) else None
+
+
+def _given_json(contents: _Contents, setting: Setting | None, script: Path) -> dict[str, Any]:
+    """Return the given file that `setting` of a script names. Raises ConfigError for others."""
+    file, (content, _) = contents[0]
+    if setting is None:
+        problem = f"belongs to no flag of {script}, which has no --deepspeed_config"
+    elif len(contents) > 1:
+        problem = f"and {contents[1][0]} are two files for one {setting.name}"
+    elif not isinstance(content, dict):
+        problem = f"holds no settings, and {setting.name} names DeepSpeed's JSON"
+    else:
+        return content
+    raise ConfigError(f"{file} {problem}: give the script with its DeepSpeed JSON only")
