@@ -472,7 +472,12 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
         marker.write(staging)
         # Deletion is slow, and a crash during it would leave neither checkpoint, so it comes last.
         replaced = rename_to_stale(target) if exists(target) else None
-        os.rename(staging, target)
+        try:
+            os.rename(staging, target)
+        except BaseException:
+            if replaced is not None:  # under the stale name, the next save would delete it
+                os.rename(replaced, target)
+            raise
         sync_directory(root)
     write_tracker(root, marker.iteration)
     if replaced is not None:

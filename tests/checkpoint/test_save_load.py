@@ -19,7 +19,7 @@ from megacore.checkpoint.format import Marker, latest_complete, read_tracker, ve
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.save import CheckpointWriter, save_checkpoint
 from megacore.checkpoint.shard import TensorShard
-from megacore.errors import CheckpointError, WorkspaceError
+from megacore.errors import CheckpointError, FileAccessError, WorkspaceError
 from tests._dist import run_distributed
 from tests.checkpoint._read import read_tensors
 
@@ -365,6 +365,25 @@ def test_replicated_tensors_are_written_once_in_about_equal_shares(
     one_copy = 8 * 64 * 1024 * 4
     assert one_copy <= sum(sizes) < 1.1 * one_copy
     assert min(sizes) > 0.4 * one_copy
+
+
+def test_the_previous_checkpoint_remains_if_the_new_one_cannot_take_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_checkpoint(tmp_path, 3, {"model.w": torch.zeros(2)}, {})
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == path and "-deleted" not in source.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(FileAccessError, match="Input/output error"):
+        save_checkpoint(tmp_path, 3, {"model.w": torch.ones(2)}, {})
+    assert [each.name for each in tmp_path.glob("iter_*")] == [path.name]
+    assert latest_complete(tmp_path) == path
+    assert_equal(read_tensors(path), {"model.w": torch.zeros(2)})
 
 
 def test_a_replaced_checkpoint_is_deleted_after_the_new_one_is_complete(
