@@ -148,6 +148,26 @@ def test_one_phase_is_megatrons_blend() -> None:
     assert scheduled == divide(Mixture.blend(members), "megatron", "valid", 50)
 
 
+def test_a_blend_of_small_shares_counts_what_it_draws_beyond_the_request() -> None:
+    # 5 + 40 x 1 samples are blended, of which about half come from the first, not the 6 requested.
+    weights = [40.0, *(1.0,) * 40]
+    mixture = Mixture.blend([Member(f"m{n}", weight) for n, weight in enumerate(weights)])
+    division = divide(mixture, "megatron", "train", 10)
+    assert (division.size, division.asked) == (45, (6, *(2,) * 40))
+    numbers, _ = reference([(0, 45, weights)], 41)
+    drawn = [numbers.count(member) for member in range(41)]
+    assert drawn[0] > 6
+    assert drawn[-1] == 0
+    assert division.least == tuple(drawn)
+
+
+@pytest.mark.parametrize("requested", [30, 40, 50])
+def test_without_weights_more_samples_begin_like_fewer(requested: int) -> None:
+    mixture = Mixture.blend([Member("a", None), Member("b", None)])
+    longer = divide(mixture, "megatron", "train", requested, planned_before=40)
+    assert longer == divide(mixture, "megatron", "train", max(requested, 40))
+
+
 def test_temperature_flattens_the_sizes() -> None:
     assert shares(temperature_weights([900, 100], 1.0)) == pytest.approx([0.9, 0.1])
     assert shares(temperature_weights([900, 100], 2.0)) == pytest.approx([0.75, 0.25])
@@ -163,6 +183,16 @@ def test_a_member_that_exceeds_its_epochs_is_refused_with_the_numbers() -> None:
         ConfigError, match=r"175 samples from a, which are 2\.5 epochs of 70 .* at sample 230"
     ):
         check_epochs(members, division, 300, [70.0, 1.0])
+    check_epochs(members, division, None, [1.0, 1.0])  # one epoch
+    # 75 + 20 + 90 samples, of which the third part gives 10 of 10/9 samples each
+    three = divide(
+        Mixture.blend(members, (WeightStep(100, (1.0, 4.0)), WeightStep(200, (9.0, 1.0)))),
+        "megatron",
+        "train",
+        300,
+    )
+    with pytest.raises(ConfigError, match=r"185 samples from a, .* at sample 211"):
+        check_epochs(members, three, 300, [52.5, 1.0])
 
 
 def test_the_limit_holds_for_the_only_member_of_the_train_split() -> None:
