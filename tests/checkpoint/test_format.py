@@ -17,6 +17,7 @@ from megacore.checkpoint import format
 from megacore.checkpoint.format import (
     MARKER_NAME,
     TRACKER_NAME,
+    Marker,
     checkpoint_directories,
     complete_checkpoints,
     iteration_of,
@@ -132,7 +133,7 @@ def test_a_marker_with_a_value_of_another_type_is_skipped(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("call", ["open", "stat", "hash"])
+@pytest.mark.parametrize("call", ["open", "read", "stat of the marker", "stat", "hash"])
 def test_a_checkpoint_that_cannot_be_read_now_is_not_skipped(
     root: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
@@ -148,6 +149,13 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_skipped(
 
     if call == "open":
         monkeypatch.setattr(os, "open", failing(os.open, MARKER_NAME))
+    elif call == "read":
+        monkeypatch.setattr(format, "read_json", failing(format.read_json, MARKER_NAME))
+    elif call == "stat of the marker":
+        marker = Marker.read(newest)
+        monkeypatch.setattr(Path, "stat", failing(Path.stat, MARKER_NAME))
+        with pytest.raises(FileAccessError, match=rf"iter_0000200/.*\({os.strerror(code)}\)"):
+            marker.quick_problem(newest)
     elif call == "stat":
         monkeypatch.setattr(Path, "stat", failing(Path.stat, "state.json"))
     else:
