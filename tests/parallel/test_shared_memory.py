@@ -1,12 +1,14 @@
 """Messages through shared memory, with both sides in one process."""
 
+import errno
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacore.parallel import shared_memory
-from megacore.parallel.shared_memory import MessageMemory
+from megacore.parallel.shared_memory import MessageMemory, SharedMemory
 
 pytestmark = pytest.mark.skipif(not MessageMemory.supported(), reason="needs memfd_create and x86")
 SOURCE, DESTINATION = 0, 1
@@ -14,7 +16,7 @@ SOURCE, DESTINATION = 0, 1
 
 def test_messages_of_any_size_and_type_arrive_in_any_order() -> None:
     sender, receiver = MessageMemory(3), MessageMemory(3)
-    for size, dtype in ((4, torch.float32), (3000, torch.bfloat16), (5, torch.float64)):
+    for size, dtype in ((4, torch.float32), (3000, torch.bfloat16), (300_000, torch.float64)):
         sent = [torch.randn(2, size).to(dtype) for _ in range(3)]
         addresses = [sender.put(DESTINATION, x) for x in sent]
         for number in (2, 0, 1):
@@ -64,3 +66,59 @@ def test_a_file_of_another_process_is_not_mapped() -> None:
     assert shared_memory._map_file(process, descriptor, secret, length) is not None
     assert shared_memory._map_file(process, descriptor, secret + 1, length) is None
     assert shared_memory._map_file(process, descriptor + 1000, secret, length) is None
+
+
+def _open_files() -> list[str]:
+    """Return the anonymous files of shared memory that this process has open."""
+    descriptors = "/proc/self/fd"
+    links = [os.path.join(descriptors, number) for number in os.listdir(descriptors)]
+    return [link for link in links if os.path.exists(link) and "memfd:" in os.readlink(link)]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
+    """Provide the slots of a rank without peers, whose collectives change nothing."""
+    for name in ("broadcast", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *arguments, **options: None)
+    return SharedMemory(None, 0, 1)  # type: ignore[arg-type]
+
+
+def test_slots_are_used_in_turn_and_one_collective_at_a_time(memory: SharedMemory) -> None:
+    taken = []
+    for value in (1.0, 2.0, 3.0):
+        x = torch.full((2, 3), value)
+        (slot,) = memory.put(x) or ()
+        assert torch.equal(slot, x)
+        assert memory.busy
+        assert memory.put(x) is None
+        memory.done()
+        taken.append(slot)
+    first, second, third = (slot.data_ptr() for slot in taken)
+    assert first == third != second
+    assert [slot[0, 0].item() for slot in taken] == [3.0, 2.0, 3.0]
+    assert memory.put(torch.empty(0)) is None
+    assert not memory.busy
+
+
+def test_slots_grow_and_leave_no_other_file_open(memory: SharedMemory) -> None:
+    before = len(_open_files())
+    for size in (1, 1 << 20, (1 << 20) + 1):
+        x = torch.arange(size, dtype=torch.float64)
+        (slot,) = memory.put(x) or ()
+        memory.done()
+        assert torch.equal(slot, x)
+    del slot
+    assert memory.is_possible()
+    assert len(_open_files()) == before + 1  # the mapping's own
+
+
+def test_no_slot_is_used_if_a_file_cannot_be_created(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert memory.put(torch.ones(4)) is None
+    assert not memory.busy
+    assert not memory.is_possible()
