@@ -71,7 +71,7 @@ class Hosts:
         self._wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with (
                 contextlib.suppress(OSError),

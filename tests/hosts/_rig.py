@@ -325,7 +325,7 @@ class Rig:
             host.name,
             "true",
         ]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (tried := self.run(host.name, words, timeout=20)).returncode != 0:
             if time.monotonic() > deadline:
                 raise RigError(

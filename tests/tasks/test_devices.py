@@ -126,7 +126,7 @@ pytestmark = pytest.mark.usefixtures("kind", "lines")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -24,7 +24,7 @@ def run_id(tracking: Tracking, run_directory: Path, config: RunConfig, facts: Ru
 
 
 def poll_until(done: Callable[[], bool], metrics: SystemMetrics, run_id: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not done():
         assert time.monotonic() < deadline
         metrics.poll(run_id)
@@ -49,7 +49,7 @@ def test_monitor_that_ended_is_started_again(tracking: Tracking, run_id: str) ->
     metrics = SystemMetrics(tracking.uri, interval=0.05)
     poll_until(lambda: metrics.measures, metrics, run_id)
     tracking.client.set_terminated(run_id, "FAILED")  # ends it as an unavailable store does
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while metrics.measures:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -84,7 +84,7 @@ def test_run_is_measured_only_if_configured(
     values = {"tracking": {"system_metrics": system_metrics}}
     chosen = RunConfig.model_validate(config.model_dump() | values)
     forwarder = Forwarder(tracking, run_directory, chosen, facts)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     with LiveRun(forwarder, 1) as live:
         while forwarder.run_id is None or (
             system_metrics and not steps(tracking, forwarder.run_id)

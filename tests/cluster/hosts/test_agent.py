@@ -40,7 +40,7 @@ class Head:
         self.received: list[Message | str] = []
         self._unread: list[Message | str] = []
 
-    def wait_for(self, kind: str, seconds: float = 15.0, *, beat: bool = True) -> Message:
+    def wait_for(self, kind: str, seconds: float = 60.0, *, beat: bool = True) -> Message:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if beat:
@@ -75,7 +75,7 @@ class Head:
 
     def ranks(self) -> list[int]:
         files = [self.directory / f"rank_{rank}.pid" for rank in (2, 3)]
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline
             self.channel.send("beat")
