@@ -1,4 +1,4 @@
-"""Fine-tuning of transformers models with Hugging Face Accelerate.
+"""Fine-tuning of transformers models with transformers' Trainer.
 
 Tasks are classification, multiple choice, seq2seq and causal LM.
 """
