@@ -23,7 +23,7 @@ KINDS = ("kind", "step")
 """Fields that select the section of a union."""
 GIVEN_ELSEWHERE = {
     "RunConfig": {"name"},
-    "FinetuneConfig": {"optim"},
+    "FinetuneConfig": {"name", "optim"},
     "FinetuneOptimConfig": {"lr"},
 }
 """Required fields, by section, that a file may leave out: the default name is the file's, and a

@@ -251,7 +251,7 @@ def _default(table: Table, name: str) -> str:
     """Return the default of a field as a cell."""
     field = table.section.model_fields[name]
     if field.is_required():
-        given = {"name": "the file's name"} if table.section is RunConfig else {}
+        given = {"name": "the file's name"} if table.section in (RunConfig, FinetuneConfig) else {}
         return given.get(name, "**required**")
     if sections_of(field.annotation):
         value = field.default if table.default is None else getattr(table.default, name)

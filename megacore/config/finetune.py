@@ -227,7 +227,8 @@ class FinetuneConfig(Section):
     name: str = keyed(
         key="finetune-export", resolved="finetune-publish", pattern=r"^[a-z0-9][a-z0-9.-]*$"
     )
-    """Name of the run and of the fine-tuned model: lower-case letters, digits, dots and dashes."""
+    """Name of the run and of the fine-tuned model: lower-case letters, digits, dots and dashes. A
+    configuration file without it takes its own name."""
     seed: int = keyed(42, key=("finetune", "find-batch-size"), resolved="dataset", ge=0, lt=2**32)
     """Random seed for the order of samples, the initial weights of the head, and dropout."""
     verify: Verification = unkeyed("once")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megacore.config.curate import CurateStep, MinhashDedupStep
+from megacore.observe.logging import counted
 from megacore.paths import glob
 
 _EXAMPLES = 3
@@ -172,10 +173,8 @@ def report_text(report: Mapping[str, Any]) -> str:
         if "duplicates" in row:
             duplicates = row["duplicates"]
             others = [f"{count:,} {each}" for each, count in row["reasons"].items() if "of" in each]
-            counts = (
-                f"{duplicates['clusters']:,} clusters, the largest of {duplicates['largest']:,}"
-            )
-            reasons = ", ".join([counts, *others])
+            clusters = counted(duplicates["clusters"], "cluster")
+            reasons = ", ".join([f"{clusters}, the largest of {duplicates['largest']:,}", *others])
         lines.append(f"| {row['step']} | {row['removed']:,} | {row['changed']:,} | {reasons} |")
     lines += ["", "| words per document | read | kept |", "| --- | ---: | ---: |"]
     for row in report["words_per_document"]:

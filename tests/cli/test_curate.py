@@ -30,7 +30,7 @@ def test_the_command_writes_documents_that_tokenize_reads(
     arguments = ["curate", "--input", "a.jsonl", "--steps", "steps.yaml", "--output", "out"]
     result = CliRunner().invoke(app, [*arguments, "--workers", "1"])
     assert result.exit_code == 0, result.output
-    assert "| 1 exact_dedup | 1 | 0 | 1 clusters, the largest of 2 |" in result.output
+    assert "| 1 exact_dedup | 1 | 0 | 1 cluster, the largest of 2 |" in result.output
     assert "out: 2 of 3 documents kept, 0.0 MB in " in result.output
     assert sorted(os.listdir()) == ["a.jsonl", "out", "steps.yaml"]
     assert [

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN, FINETUNE = "conf/schema.json", "conf/finetune/schema.json"
 SOURCE = "data: {source: {kind: source_tree}}\n"
-TUNING = "name: a\nmodel: {path: a}\ndata: {source: {kind: hub, dataset: a}}\n"
+TUNING = "model: {path: a}\ndata: {source: {kind: hub, dataset: a}}\n"
 
 
 class EditorsLoader(yaml.SafeLoader):
@@ -92,6 +92,8 @@ def test_the_page_has_a_row_of_five_cells_for_every_key() -> None:
     assert set(leaves(config)) <= {row.split("`")[1] for row in rows}
     lr = next(row for row in rows if row.startswith("| `optim.lr` |"))
     assert lr == "| `optim.lr` | float > 0 | `0.001` | Peak learning rate. | run |"
+    names = [row.split(" | ")[2] for row in rows if row.startswith("| `name` |")]
+    assert names == ["the file's name"] * 2  # both kinds of files may leave it out
 
 
 def test_the_page_gives_a_row_of_both_flows_once() -> None:
