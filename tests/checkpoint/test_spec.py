@@ -135,6 +135,13 @@ def test_all_differences_are_reported() -> None:
         )
 
 
+def test_layers_of_a_decoder_count_for_t5_only() -> None:
+    saved, current = {"num_decoder_layers": 2}, {"num_decoder_layers": 3}
+    check_same_model(Path("there"), spec(**saved), spec(**current))
+    with pytest.raises(CheckpointError, match=r"model\.num_decoder_layers is 2 there and 3 here"):
+        check_same_model(Path("there"), spec(family="t5", **saved), spec(family="t5", **current))
+
+
 def test_longer_sequences_are_accepted_without_learned_positions() -> None:
     rope = {"position_embedding_type": "rope"}
     check_same_model(Path("there"), spec(**rope), spec(**rope, max_position_embeddings=64))

@@ -114,6 +114,22 @@ def test_prefetching_is_bounded_and_ends_at_close() -> None:
     assert next(batches, None) is None
 
 
+def test_close_ends_a_thread_that_waits_for_a_batch_to_be_taken() -> None:
+    gathered = threading.Event()
+
+    def noted(indices: Sequence[int]) -> np.ndarray:
+        gathered.set()
+        return gather(indices)
+
+    batches = PrefetchingIterator(noted, [[0], [1]], depth=1)
+    assert gathered.wait(60)
+    closing = threading.Thread(target=batches.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert prefetch_threads() == []
+
+
 def test_an_error_is_raised_in_place_of_its_batch() -> None:
     def failing(indices: Sequence[int]) -> np.ndarray:
         if indices == [2]:
