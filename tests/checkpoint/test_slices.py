@@ -1,13 +1,14 @@
 """Tests of reading parts of saved tensors."""
 
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megacore.checkpoint import save
+from megacore.checkpoint import load, save
 from megacore.checkpoint.format import Marker, verify
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import save_checkpoint
@@ -16,11 +17,17 @@ from megacore.errors import CheckpointError
 from tests.checkpoint._read import read_tensors
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("block", [1, 50, 1 << 20])
+@pytest.mark.parametrize(("threads", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
 def test_any_rectangle_is_loaded_from_and_into_any_memory_order(
-    tmp_path: Path, threads: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+    dtype: torch.dtype,
+    block: int,
 ) -> None:
-    values = torch.arange(60.0).view(10, 6)
+    monkeypatch.setattr(load, "_BLOCK", block)
+    values = torch.arange(60.0, dtype=dtype).view(10, 6)
     tensors = {
         "row-major": values,
         "column-major": values.t().contiguous().t(),
@@ -33,7 +40,10 @@ def test_any_rectangle_is_loaded_from_and_into_any_memory_order(
     try:
         for name in ("row-major", "column-major"):
             for (row, column), (rows, columns) in corners.items():
-                for target in (torch.zeros(rows, columns), torch.zeros(columns, rows).t()):
+                for target in (
+                    torch.zeros(rows, columns, dtype=dtype),
+                    torch.zeros(columns, rows, dtype=dtype).t(),
+                ):
                     shard = TensorShard(
                         values.shape, values.dtype, {torch.Size((row, column)): target}
                     )
@@ -95,6 +105,35 @@ def test_a_file_that_contradicts_the_metadata_is_refused(
     path = save_damaged(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path, {"model.w": torch.zeros(40, 3)})
+
+
+def rewrite(archive: Path, change: str) -> None:
+    """Write the archive of a tensor with other data than its description says."""
+    with zipfile.ZipFile(archive) as source:
+        records = {info.filename: source.read(info) for info in source.infolist()}
+    (data,) = (name for name in records if name.endswith("/data/0"))
+    if change == "shorter":
+        records[data] = records[data][:-4]
+    kind = zipfile.ZIP_DEFLATED if change == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(archive, "w", kind) as target:
+        for name, content in records.items():
+            target.writestr(name, content)
+
+
+@pytest.mark.parametrize("change", ["compressed", "shorter"])
+def test_data_that_cannot_be_read_in_place_are_refused(tmp_path: Path, change: str) -> None:
+    path = save_damaged(tmp_path, None)
+    (shard,) = path.glob("*.distcp")
+    rewrite(shard, change)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.storage_data = {
+        index: _StorageInfo(shard.name, 0, shard.stat().st_size) for index in metadata.storage_data
+    }
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    target = torch.zeros(40, 3)
+    with pytest.raises(CheckpointError, match="does not hold the data of a slice that it describ"):
+        load_checkpoint(path, {"model.w": target})
+    assert not target.any()
 
 
 @pytest.mark.parametrize("asked", [(0, 40), (19, 21), (30, 40)])

@@ -97,6 +97,7 @@ def test_applied_loss_that_is_not_finite_is_a_spike_and_leaves_the_recent_loss()
 
 def test_nan_does_not_hide_a_spike() -> None:
     assert check().is_spike((math.nan, 50.0), TrainState(recent_loss=2.0))
+    assert check().is_spike((2.0, math.nan), TrainState(recent_loss=2.0))
     assert not check().is_spike((2.0, 6.0), TrainState(recent_loss=2.0))
 
 
@@ -111,7 +112,7 @@ NOT_FINITE = update((math.nan, 2.0, 2.0, 2.0), math.nan, False, fatal=True)
 )
 def test_bad_batches_are_skipped_up_to_five_in_a_row(bad: Update, option: str) -> None:
     warnings: list[str] = []
-    loss_check = check(warnings, **{option: "skip", "skip_samples": ["8-15"]})
+    loss_check = check(warnings, **{option: "skip", "skip_samples": ["15-15"]})
     state = TrainState(recent_loss=2.0, consumed_samples=16, passed_over=[(0, 7), (8, 15)])
 
     def count(result: Update) -> None:
@@ -136,9 +137,11 @@ def test_bad_batches_are_skipped_up_to_five_in_a_row(bad: Update, option: str) -
 def test_skipped_iteration_is_counted_and_leaves_the_recent_loss() -> None:
     state, loss_check = TrainState(recent_loss=2.0), check()
     loss_check.count_iteration(update((2.0, math.inf), math.inf, False), state)
+    assert state.interval.nan_iterations == 1
     loss_check.count_iteration(update((2.0, 2.0), math.inf, False), state)
     assert (state.applied_iterations, state.recent_loss, state.interval.losses) == (0, 2.0, {})
     assert (state.interval.skipped_iterations, state.interval.nan_iterations) == (2, 1)
+    assert state.passed_over == [], "a lower loss scale helps: the batches are not bad"
 
 
 def test_error_distinguishes_bad_gradients_from_bad_losses() -> None:
