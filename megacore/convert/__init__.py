@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["exportable", "load_model", "open_export"]
 
 
-def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]]":
+def open_export(directory: Path | str) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]]":
     """Open a transformers directory as a megacore model.
 
     Args:
@@ -35,6 +35,7 @@ def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]
     from megacore.convert.hf.directory import open_hf
     from megacore.convert.tokenizers import spec_with_tokenizer
 
+    directory = Path(directory)
     opened = open_hf(directory)
     return spec_with_tokenizer(opened.spec, directory), opened.tensors
 

@@ -165,6 +165,13 @@ def test_tie_and_scale_of_a_t5_are_separate(tied: bool, scaled: bool, tmp_path: 
         ].abs().max() <= 2e-5
 
 
+def test_the_directory_of_an_export_may_be_given_as_text(tmp_path: Path) -> None:
+    their_model(tiny_spec("gpt2")).save_pretrained(tmp_path)
+    spec, tensors = open_export(str(tmp_path))
+    assert spec.family == "gpt"
+    assert "encoder.final_layernorm.weight" in tensors
+
+
 def test_a_separate_head_with_scaling_is_refused(tmp_path: Path) -> None:
     t5(tmp_path / "hf", tied=False, scaled=True)
     with pytest.raises(ConversionError, match="with different values"):
