@@ -253,7 +253,7 @@ def _training(plan: Plan, case: Case, device: Any, precision: str) -> list[float
         device=device,
         precision=precision,
     )
-    batch = torch.randint(case.vocabulary, (case.samples, case.length + 1))
+    batch = torch.randint(case.vocabulary, (case.samples, case.length + 1), device=device)
     times: list[list[float]] = []
     ends = time.perf_counter()
     going = torch.ones(1)
