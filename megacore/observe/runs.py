@@ -180,10 +180,14 @@ def _progress(events: Path, *, fine_tunes: bool) -> dict[str, Any]:
         found = EventReader(events, kinds=kinds or None).newest_first()
         return next((event for event in found if field in event), {})
 
-    last, step = newest(), newest("step")
+    # A run may end between two log intervals, each of which has an event `step`.
+    last, reached = newest(), newest("step", "exit", field="iteration")
+    step = reached if reached.get("kind") == "step" else newest("step")
     progress: dict[str, Any] = {"updated": last["time"]} if last else {}
+    if reached:
+        progress["iteration"] = reached["iteration"]
     if step:
-        progress.update(iteration=step["iteration"], consumed_tokens=step["consumed_tokens"])
+        progress["consumed_tokens"] = step["consumed_tokens"]
     if not fine_tunes:
         return progress | {"valid_ppl": newest("perplexity").get("valid_ppl")}
     planned, best = newest("start", "step", field="total_iterations"), newest("best")

@@ -52,6 +52,15 @@ def test_a_stopped_run_is_listed_with_its_progress(workspace: Workspace) -> None
     }
 
 
+def test_a_run_that_stopped_between_two_log_intervals_is_listed_with_its_last_iteration(
+    workspace: Workspace,
+) -> None:
+    with EventWriter(workspace.folder("train") / "aaaa" / "events.jsonl", attempt=1) as log:
+        log.write("exit", reason="stop_file", iteration=23)
+    (run,) = runs(workspace)
+    assert (run["iteration"], run["consumed_tokens"]) == (23, 640)
+
+
 def test_a_long_run_is_listed_from_the_end_of_its_events(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
