@@ -1,11 +1,14 @@
 """Calibration: the fit recovers the rates of a machine, and the written file can be read."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from megacore.doctor.calibrate import calibrate
+from megacore.doctor.calibrate import _training, calibrate
 from megacore.doctor.calibration_fit import CPU_PLAN, Case, Measured, Plan, fit, fit_products
 from megacore.errors import LaunchError
 from megacore.hardware import Hardware
@@ -140,6 +143,20 @@ def test_the_written_file_is_a_hardware_file(
     assert 0.0005 < machine.tflops["fp32"] < 10
     assert machine.core is not None
     assert "one device" in machine.sources[1]
+
+
+def test_a_measured_training_reads_ids_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ReadError(Exception):
+        """The engine has its first batch."""
+
+    class Engine:
+        def forward_backward(self, batches: Iterator[Tensor], seeds: list[int]) -> None:
+            raise ReadError(next(batches).device.type)
+
+    monkeypatch.setattr("megacore.engine.build.build_engine", lambda *_, **__: Engine())
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    with pytest.raises(ReadError, match=r"^meta$"):
+        _training(QUICK, QUICK.cases[0], torch.device("meta"), "fp32")
 
 
 @pytest.mark.slow
