@@ -41,7 +41,6 @@ def look_at_toolchain() -> dict[str, Any]:
     compiler = _compiler()
     home = cuda_home()
     nvcc = None if home is None else str(Path(home, "bin", "nvcc"))
-    driver = driver_cuda()
     return {
         "compiler": compiler,
         "compiler_version": _first_line(compiler, "-dumpfullversion", "-dumpversion"),
@@ -49,12 +48,18 @@ def look_at_toolchain() -> dict[str, Any]:
         "cuda_home": home,
         "nvcc": nvcc and release_of(_output(nvcc, "--version")),
         "toolkits": sorted(str(path.parents[1]) for path in glob("/usr/local", "cuda-*/bin/nvcc")),
-        "driver": None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}",
+        "driver": driver_release(),
         "libaio": compiler is not None and _links_libaio(compiler),
         "apex": [name for name in APEX_MODULES if importlib.util.find_spec(name) is not None],
         "other_apex": installed_version("apex"),
         "accelerator": unsupported_accelerator(),
     }
+
+
+def driver_release() -> str | None:
+    """Return the newest CUDA that the driver runs, such as 12.8; None without a driver."""
+    driver = driver_cuda()
+    return None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}"
 
 
 def cuda_home() -> str | None:

@@ -56,9 +56,17 @@ def choose_device() -> torch.device:
     )
     if not torch.cuda.is_available():
         if os.environ.get(DEVICE_VARIABLE) == "cuda":
+            from megacore.doctor.toolchain import cuda_problem, driver_release
+
+            problem = cuda_problem(
+                f"host {socket.gethostname()}", driver_release(), torch.version.cuda, None, []
+            )
             raise LaunchError(
-                f"the job is for GPUs, and torch can use none of host {host}: see nvidia-smi and "
-                "the Xid messages in its kernel log (dmesg) there; in a container, pass the GPUs on"
+                f"the job is for GPUs: {problem}"
+                if problem
+                else f"the job is for GPUs, and torch can use none of host {host}: see nvidia-smi "
+                "and the Xid messages in its kernel log (dmesg) there; in a container, pass the "
+                "GPUs on"
             )
         return torch.device("cpu")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

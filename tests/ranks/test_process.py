@@ -178,6 +178,7 @@ def test_tf32_is_used_only_on_request_and_where_there_is_any(
 
 def test_host_whose_gpus_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("megacore.doctor.toolchain.driver_cuda", lambda: None)
     monkeypatch.setattr("socket.gethostname", lambda: "node-5")
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     assert choose_device() == torch.device("cpu")
@@ -188,6 +189,32 @@ def test_host_whose_gpus_cannot_be_used_is_refused_by_name(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError, match=r"node-5 \(CUDA_VISIBLE_DEVICES is ''\): see"):
         choose_device()
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "sentence"),
+    [
+        (
+            None,
+            13000,
+            "is built without CUDA, and its driver runs CUDA 13.0: take make venv TORCH=",
+        ),
+        ("13.0", 12080, "is built for CUDA 13.0, and its driver runs CUDA 12.8: take make venv "),
+        ("13.0", 13000, "torch can use none of host node-5: see nvidia-smi"),
+    ],
+)
+def test_a_torch_that_the_driver_cannot_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, driver: int, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr("megacore.doctor.toolchain.driver_cuda", lambda: driver)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-5")
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(LaunchError, match=r"^the job is for GPUs.* host node-5") as caught:
+        choose_device()
+    assert sentence in str(caught.value)
 
 
 def test_rank_without_a_gpu_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
