@@ -23,6 +23,7 @@ from megacore.parallel.context import positions_of_rank
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import linear_cross_entropy
+from megacore.tensor_parallel.linear import add_rows_
 
 LM_LOSS = "lm_loss"
 """Name of the loss of the predicted tokens; its exponential is the perplexity."""
@@ -146,7 +147,7 @@ class LossTotals:
         rows, stop = self._rows, self._samples + len(sums) - self._rows
         self.total[:rows] += sums[:rows]
         if self._numbers is not None:
-            self.total.index_add_(0, self._numbers[self._samples : stop], sums[rows:])
+            add_rows_(self.total, self._numbers[self._samples : stop], sums[rows:])
         self._samples = stop
 
 

@@ -369,13 +369,13 @@ def lookup_gradient(
     """
     if sink is None:
         gradient = torch.zeros_like(weight)
-        _add_rows_(gradient, ids, dy)
+        add_rows_(gradient, ids, dy)
         return gradient
-    sink.contribute(lambda: _add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype)))
+    sink.contribute(lambda: add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype)))
     return None
 
 
-def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
+def add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Compute `table[ids] += rows` in a deterministic order.
 
     On a GPU index_add_ uses atomics, while index_put_ sorts. The lookup has checked the ids; some
