@@ -4,6 +4,7 @@ The first rank writes the results.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -101,18 +102,20 @@ class Rank:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
 
-    def save(self, kind: str) -> tuple[float, SaveFinished]:
-        """Save a checkpoint completely, while nothing else runs.
+    def save(self, kind: str, passes: int = 0) -> tuple[SaveFinished, float]:
+        """Save a checkpoint completely, with passes between its start and the next update.
 
-        Returns the seconds that `save` blocked, and the result.
+        Returns the result and the seconds of the passes.
         """
         self.iteration += 1
         saver = self.savers[kind]
         self.together()
-        started = saver.save(self.iteration, self.state, {}, validation_loss=None)
+        saver.save(self.iteration, self.state, {}, validation_loss=None)
+        seconds = sum(self.step() for _ in range(passes))
+        saver.finish_copy()
         finished = saver.wait()
         assert finished is not None, "a save ends with a result or raises"
-        return self.slowest(started.stall_seconds), finished
+        return finished, seconds
 
     def step(self) -> float:
         """Return the seconds of one training step of a small model with gradient all-reduce."""
@@ -145,8 +148,10 @@ class Rank:
         copy = self.timed(self.plain_copy)
         cold = self.timed(self.plain_read)
         (self.directory / f"plain-{self.ranks.rank}").unlink()
-        _, synchronous = self.save("synchronous")
-        stall, asynchronous = self.save("asynchronous")
+        synchronous, _ = self.save("synchronous")
+        passes = math.ceil(self.options["passes"] / self.slowest(self.step()))
+        undisturbed = sum(self.step() for _ in range(passes))
+        asynchronous, disturbed = self.save("asynchronous", passes)
         drop_caches(asynchronous.path) if self.ranks.rank == 0 else None
         verify = self.timed(lambda: verify_together(asynchronous.path, self.ranks))
         load = self.timed(lambda: load_checkpoint(asynchronous.path, self.state))
@@ -156,7 +161,8 @@ class Rank:
             "read": cold,
             "synchronous": self.slowest(synchronous.seconds),
             "asynchronous": self.slowest(asynchronous.seconds),
-            "stall": stall,
+            "stall": self.slowest(asynchronous.stall_seconds),
+            "slowed": self.slowest(disturbed - undisturbed),
             "verify": verify,
             "load": load,
             "step": self.slowest(without_save),

@@ -1,6 +1,7 @@
-"""Background saving: training waits only for a copy in host memory.
+"""Background saving: training goes on while the tensors are copied to host memory and written.
 
-Each rank copies and writes its share of the rectangles of all tensors.
+Only an update of the weights waits for the copy. Each rank copies and writes its share of the
+rectangles of all tensors.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -143,17 +145,29 @@ class HostBuffers:
     def __init__(self) -> None:
         self._form: list[tuple[Key, torch.dtype, str]] = []
         self._buffers: dict[Key, Tensor] = {}
+        self.device: torch.device | None = None
+        """GPU that has tensors of the share, if any."""
         self._pinned: int | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """Stream of the copies from the GPU, which run while it computes."""
 
-    def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
+    def copy(
+        self, tensors: Tensors, after: torch.cuda.Event | None = None
+    ) -> dict[str, Tensor | TensorShard]:
         """Copy the tensors into host memory; the copies are valid until the next call.
+
+        Args:
+            tensors: tensors that nobody changes before the return.
+            after: event of a GPU at which they have their values; None means that the caller's
+                current stream computes them.
 
         Raises CheckpointError if there is not enough memory.
         """
         self.fit(tensors)
-        _copy(
-            [(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()]
-        )
+        if self._stream is not None:
+            self._stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
+        pieces = rectangles_of(tensors)
+        _copy([(self._buffers[key], piece.detach()) for key, piece in pieces.items()], self._stream)
         return {
             name: _with_pieces(
                 tensor,
@@ -182,6 +196,7 @@ class HostBuffers:
         if self._pinned is not None:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._pinned, self._form, self._buffers = None, [], {}
+        self.device, self._stream = None, None
 
     def _allocate(self, pieces: Mapping[Key, Tensor]) -> None:
         """Allocate a separate storage for each tensor, since torch saves complete storages."""
@@ -190,14 +205,16 @@ class HostBuffers:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise CheckpointError(_too_little(size, error.strerror or str(error))) from error
-        if any(piece.is_cuda for piece in pieces.values()):
+        device = next((piece.device for piece in pieces.values() if piece.is_cuda), None)
+        if device is not None:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             code = int(_cuda_runtime().cudaHostRegister(address, len(memory), 0))
             if code != 0:
                 raise CheckpointError(
                     _too_little(size, f"CUDA error {code} while its pages were locked")
                 )
-            self._pinned = address
+            self._pinned, self.device = address, device
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         position = 0
         for key, piece in pieces.items():
             if piece.numel() == 0:
@@ -223,8 +240,11 @@ def _too_little(size: int, reason: str) -> str:
     )
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Fill the first of each pair from the second, and wait until it is done."""
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> None:
+    """Fill the first of each pair from the second, and wait until it is done.
+
+    Copies from a GPU run on `stream`.
+    """
     large: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
@@ -232,12 +252,13 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             source.device.type == "cpu" and source.is_contiguous() and source.numel() >= _LARGE
         )
         (large if is_large else others).append((target, source))
-    with torch.no_grad():  # copies from a device run while the large tensors are copied here
+    # Copies from a GPU run while the large tensors are copied here.
+    with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
         for target, source in others:
             target.copy_(source, non_blocking=True)
     _copy_memory(large)
-    for device in {source.device for _, source in others if source.is_cuda}:
-        torch.cuda.synchronize(device)
+    if stream is not None:
+        stream.synchronize()
 
 
 def _copy_memory(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -274,16 +295,6 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SaveStarted:
-    """Save for which training need not wait any more."""
-
-    stall_seconds: float
-    """Time that training waited: for the previous save, for the other ranks, and for the copy."""
-    size_bytes: int
-    """Bytes of the tensors that this rank writes."""
-
-
-@dataclass(frozen=True)
 class SaveFinished:
     """Complete checkpoint."""
 
@@ -294,7 +305,8 @@ class SaveFinished:
     seconds: float
     """Time from the start of `save` until the checkpoint was visible."""
     stall_seconds: float
-    """Part of `seconds` during which training waited."""
+    """Part of `seconds` during which training waited: for the previous save, for the other ranks,
+    and, before the next update, for the copy."""
     deleted: list[Path]
     """Checkpoints deleted by the retention rules, oldest first."""
 
@@ -307,6 +319,10 @@ class _RunningSave:
     began: float
     stall_seconds: float = 0.0
     thread: threading.Thread | None = None
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set when the tensors are copied, or the save has failed."""
+    waiting_since: float | None = None
+    """Time at which training began to wait for `copied`."""
     staging: Path | None = None
     steps: int = 0
     """Number of files written and of file parts received."""
@@ -335,7 +351,7 @@ class CheckpointSaver:
 
         Args:
             root: directory of the run's checkpoints.
-            asynchronous: True if `save` returns once the tensors are copied, False if it returns
+            asynchronous: True if `save` returns before the tensors are copied, False if it returns
                 when the checkpoint is complete.
             keep_last: see `apply_retention`.
             keep_every: see `apply_retention`.
@@ -381,10 +397,10 @@ class CheckpointSaver:
         state: Mapping[str, Any],
         *,
         validation_loss: float | None,
-    ) -> SaveStarted:
+    ) -> None:
         """Start a checkpoint after the previous one has ended. Collective.
 
-        The arguments may change after the return.
+        The state may change after the return, the tensors after `finish_copy`.
 
         Args:
             iteration: number of completed optimizer steps.
@@ -417,10 +433,11 @@ class CheckpointSaver:
         if self._asynchronous:
             if changed:
                 self._fit(share)
-            share = self._buffers.copy(share)
+            device = self._buffers.device
+            computed = device and torch.cuda.current_stream(device).record_event()
             flight.thread = threading.Thread(
                 target=self._run,
-                args=(flight, share, text, validation_loss),
+                args=(flight, share, text, validation_loss, computed),
                 name="checkpoint-save",
                 daemon=True,
             )
@@ -430,6 +447,7 @@ class CheckpointSaver:
                 flight.thread.start()
             except RuntimeError as error:  # raised by all ranks through `failed`, not only here
                 flight.thread = None
+                flight.copied.set()
                 flight.failure = CheckpointError(
                     f"the thread that saves the checkpoint of iteration {iteration} cannot start "
                     f"({error}): raise the limit on processes (`ulimit -u`, or that of the "
@@ -437,10 +455,19 @@ class CheckpointSaver:
                 )
         else:
             self._flight = flight
-            self._run(flight, share, text, validation_loss)
+            self._run(flight, share, text, validation_loss, None)
             self._land()
-        size = sum(_bytes(tensor) for tensor in share.values())
-        return SaveStarted(time.monotonic() - began, size)
+
+    def finish_copy(self) -> None:
+        """Wait until the tensors of the last save may change."""
+        flight = self._flight
+        if flight is None or flight.copied.is_set():
+            return
+        device = self._buffers.device
+        if device is not None:  # what the GPU computes during the copy is no waiting
+            torch.cuda.current_stream(device).synchronize()
+        flight.waiting_since = time.monotonic()
+        flight.copied.wait()
 
     def poll(self) -> SaveFinished | None:
         """Return the oldest finished save that was not returned before, or None.
@@ -541,9 +568,17 @@ class CheckpointSaver:
         return True
 
     def _run(
-        self, flight: _RunningSave, tensors: Tensors, state: str, validation_loss: float | None
+        self,
+        flight: _RunningSave,
+        tensors: Tensors,
+        state: str,
+        validation_loss: float | None,
+        computed: torch.cuda.Event | None,
     ) -> None:
-        """Write the checkpoint and apply retention; store the result or error in `flight`."""
+        """Copy, write the checkpoint and apply retention; store the result or error in `flight`.
+
+        A GPU has computed the tensors at the event `computed`.
+        """
 
         def staged(path: Path) -> None:
             flight.staging = path
@@ -554,6 +589,11 @@ class CheckpointSaver:
                 self._beat("save")
 
         try:
+            if self._asynchronous:
+                tensors = self._buffers.copy(tensors, computed)
+                flight.copied.set()
+                if flight.waiting_since is not None:
+                    flight.stall_seconds += time.monotonic() - flight.waiting_since
             from megacore.checkpoint.save import write_checkpoint
 
             path, marker = write_checkpoint(
@@ -572,14 +612,12 @@ class CheckpointSaver:
             flight.finished = SaveFinished(path, marker, seconds, stall, deleted)
         except BaseException as error:
             flight.failure = error
+        finally:
+            flight.copied.set()
 
 
 def _alive(flight: _RunningSave) -> bool:
     return flight.thread is not None and flight.thread.is_alive()
-
-
-def _bytes(tensor: Tensor | TensorShard) -> int:
-    return sum(piece.nbytes for piece in pieces_of(tensor).values())
 
 
 def _sizes(staging: Path | None) -> list[int]:

@@ -237,8 +237,8 @@ class CheckpointConfig(Section):
     save_interval: int = unkeyed(500, gt=0)
     """Interval in iterations of checkpoints; another one is saved at the last iteration."""
     asynchronous: bool = unkeyed(True)
-    """If true, training continues while a checkpoint is written: a step only waits for the copy to
-    host memory."""
+    """If true, training continues while a checkpoint is copied to host memory and written: only the
+    next update of the weights waits for the copy."""
     keep_last: int = unkeyed(2, gt=0)
     """Number of newest checkpoints to keep."""
     keep_every: int | None = unkeyed(None, gt=0)

@@ -154,7 +154,7 @@ class RunCheckpoints:
         return path
 
     def save(self, state: TrainState, validation: Evaluation | None) -> None:
-        """Start saving a checkpoint of `state`; training may continue when this returns.
+        """Start saving a checkpoint of `state`; the next update needs `finish_copy` before it.
 
         `validation` is the evaluation behind its `valid_ppl`, None if there was no time for it.
         Collective. Raises the error of the previous save, if it failed.
@@ -175,14 +175,14 @@ class RunCheckpoints:
                 "samples": validation.samples,
             }
         self._consumed_samples[state.iteration] = state.consumed_samples
-        started = self._saver.save(
-            state.iteration, self._engine.tensors(), values, validation_loss=loss
-        )
-        self._recorder.event(
-            "checkpoint_started", iteration=state.iteration, stall_seconds=started.stall_seconds
-        )
+        self._saver.save(state.iteration, self._engine.tensors(), values, validation_loss=loss)
+        self._recorder.event("checkpoint_started", iteration=state.iteration)
         self._progress_due = time.monotonic() + _PROGRESS_INTERVAL
         self.poll()
+
+    def finish_copy(self) -> None:
+        """Wait until the weights and the optimizer's state may change."""
+        self._saver.finish_copy()
 
     def add_loss(self, iteration: int, loss: float) -> None:
         """Let the retention know a validation loss that was measured after the save."""

@@ -113,7 +113,15 @@ class Trainer:
             config, mesh, recorder.warning, self._record_bad_batch, self._hosts, origins
         )
         self._read = reader(datasets.train, engine.device)
-        self._stepper = Stepper(config, engine, mesh, check, self._read, recorder.warning)
+        self._stepper = Stepper(
+            config,
+            engine,
+            mesh,
+            check,
+            self._read,
+            recorder.warning,
+            before_update=self._checkpoints.finish_copy,
+        )
         self._profiler = IterationProfiler(
             config.train.profile, run_directory, engine.device, recorder
         )

@@ -31,6 +31,7 @@ class Stepper:
         check: LossCheck,
         read: Callable[[Indices], Batch],
         warn: Callable[[str], None],
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the executor of a run.
 
@@ -41,13 +42,14 @@ class Stepper:
             check: check of the losses, which also counts iterations in the state.
             read: reader of the train split, for computing an iteration again.
             warn: callback that receives the message of a skipped batch.
+            before_update: callback between the passes and the update of the weights.
         """
         self._seed = config.seed
         self._micro_batch_size = config.train.micro_batch_size
         self._skipped = config.train.skipped_ranges
         self._applies_spikes = config.train.loss_spike_action == "warn"
         self._engine, self._mesh, self._check = engine, mesh, check
-        self._read, self._warn = read, warn
+        self._read, self._warn, self._before_update = read, warn, before_update
         self._batch = BatchSchedule.of(config.train)
         self._sequence = SequenceSchedule.of(config.data)
         self._lr = LrSchedule.of(config)
@@ -130,6 +132,7 @@ class Stepper:
         if length != self._sequence.longest:
             tokens = (cut(batch, length) for batch in tokens)
         self._engine.forward_backward(tokens, self._seeds(global_batch), seq_length=length)
+        self._before_update()
         return self._engine.update(
             self._lr.at(step), self._weight_decay.at(step), notices=notices(), withhold=withhold
         )

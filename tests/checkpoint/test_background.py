@@ -21,7 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint import background
-from megacore.checkpoint.background import CheckpointSaver, HostBuffers, divide_rectangles
+from megacore.checkpoint.background import (
+    CheckpointSaver,
+    HostBuffers,
+    divide_rectangles,
+    rectangles_of,
+)
 from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import (
     Marker,
@@ -161,7 +166,8 @@ def test_later_changes_of_tensors_and_state_are_not_in_the_checkpoint(
     blocking, saver = make_saver(tmp_path / "a", asynchronous=False), make_saver(tmp_path / "b")
     blocking.save(1, tensors, state, validation_loss=2.0)
     with delayed_writes() as proceed:
-        started = saver.save(1, tensors, state, validation_loss=2.0)
+        saver.save(1, tensors, state, validation_loss=2.0)
+        saver.finish_copy()
         for tensor in tensors.values():
             tensor.fill_(-1)
         state["list"].append(2)
@@ -178,9 +184,65 @@ def test_later_changes_of_tensors_and_state_are_not_in_the_checkpoint(
     assert_equal(read_tensors(blocking_result.path), example())
     assert finished.marker.files.keys() == blocking_result.marker.files.keys()
     assert finished.marker == Marker.read(finished.path)
-    assert started.size_bytes == sum(tensor.nbytes for tensor in example().values())
-    assert 0 < started.stall_seconds <= finished.seconds
+    assert 0 < finished.stall_seconds <= finished.seconds
     assert saver.wait() is None
+
+
+@contextmanager
+def held_copies(failure: Exception | None = None) -> Iterator[threading.Event]:
+    """Delay all copies until the event is set; then raise `failure`, if given."""
+    original, event = background._copy, threading.Event()
+
+    def copy(*args: Any) -> None:
+        assert event.wait(30)
+        if failure is not None:
+            raise failure
+        original(*args)
+
+    background._copy = copy
+    try:
+        yield event
+    finally:
+        event.set()
+        background._copy = original
+
+
+def test_only_finish_copy_waits_for_the_copy_and_its_wait_counts(
+    make_saver: Callable[..., CheckpointSaver],
+) -> None:
+    saver, tensors = make_saver(), {"model.w": torch.ones(300_000)}
+    saver.finish_copy()
+    with held_copies() as proceed:
+        saver.save(1, tensors, {}, validation_loss=None)
+        assert saver._flight is not None
+        before = saver._flight.stall_seconds
+        time.sleep(0.2)  # passes of the next iteration
+        threading.Timer(0.3, proceed.set).start()
+        began = time.monotonic()
+        saver.finish_copy()
+        waited = time.monotonic() - began
+        tensors["model.w"].zero_()
+        finished = saver.wait()
+    assert finished is not None
+    assert waited > 0.2
+    assert before + 0.2 < finished.stall_seconds < before + waited + 0.1
+    assert_equal(read_tensors(finished.path), {"model.w": torch.ones(300_000)})
+    saver.save(2, tensors, {}, validation_loss=None)
+    saver.wait()
+    saver.finish_copy()
+
+
+def test_a_failed_copy_fails_the_save_and_does_not_hold_up_training(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
+) -> None:
+    saver = make_saver()
+    with held_copies(RuntimeError("CUDA error: an illegal memory access")) as proceed:
+        saver.save(1, example(), {}, validation_loss=None)
+        proceed.set()
+        saver.finish_copy()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            saver.wait()
+    assert checkpoint_directories(tmp_path) == []
 
 
 def test_a_second_save_waits_for_the_first_and_progress_is_reported(
@@ -338,6 +400,7 @@ def test_a_thread_that_cannot_start_fails_the_save_with_its_cause(
         patch.setattr(threading.Thread, "start", refuse)
         saver.save(7, {"model.w": torch.ones(3)}, {}, validation_loss=None)
         assert saver.failed
+        saver.finish_copy()
         assert saver.poll() is None
     with pytest.raises(CheckpointError, match=r"of iteration 7 cannot start \(can't start new"):
         saver.wait()
@@ -508,9 +571,10 @@ def run_two_rank_cases(root: str) -> dict[str, Any]:
             folder / str(asynchronous), asynchronous=asynchronous, keep_last=1, keep_best=False
         )
         saver.save(1, tensors, {"rank": rank}, validation_loss=None)
-        started = saver.save(2, tensors, {"rank": rank}, validation_loss=None)
+        saver.save(2, tensors, {"rank": rank}, validation_loss=None)
         finished = [saver.wait(), saver.wait()]
-        results[f"bytes {asynchronous}"] = started.size_bytes
+        share = rectangles_of(saver._shares.own(tensors))
+        results[f"bytes {asynchronous}"] = sum(piece.nbytes for piece in share.values())
         results[f"deleted {asynchronous}"] = [
             path.name for save in finished if save for path in save.deleted
         ]

@@ -449,7 +449,7 @@ def test_an_evaluation_and_a_save_wait_once_for_the_gpu(
 ) -> None:
     (evaluation,), (save,) = records[name].evaluation, records[name].save
     assert evaluation.startswith("tolist at megacore/train/evaluate.py")  # its result
-    assert save.startswith("cuda.synchronize at megacore/checkpoint/background.py")  # all copies
+    assert save.startswith("stream.synchronize at megacore/checkpoint/background.py")  # all copies
 
 
 @pytest.mark.parametrize("name", _marked(DEEPSPEED))

@@ -1,38 +1,87 @@
 """Checkpoints saved in the background: waiting for the previous one, and failures."""
 
 import errno
+import itertools
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.checkpoint import save
+from megacore.checkpoint import background, save
+from megacore.checkpoint.background import CheckpointSaver
 from megacore.checkpoint.save import CheckpointWriter
+from megacore.engine.native import NativeEngine
 from megacore.errors import FileAccessError, WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
+from tests.checkpoint._examples import assert_equal
+from tests.checkpoint._read import read_tensors
 from tests.train import _runs
 
 
 def test_stall_includes_the_wait_for_the_previous_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = save.write_checkpoint
+    write, start, second_save = save.write_checkpoint, CheckpointSaver.save, threading.Event()
+
+    def note_second(saver: CheckpointSaver, iteration: int, *arguments: Any, **options: Any) -> Any:
+        if iteration == 2:
+            second_save.set()
+        return start(saver, iteration, *arguments, **options)
 
     def write_slowly(*arguments: Any, **options: Any) -> Any:
-        time.sleep(1.0)
+        assert second_save.wait(60)
+        time.sleep(0.6)
         return write(*arguments, **options)
 
+    monkeypatch.setattr(CheckpointSaver, "save", note_second)
     monkeypatch.setattr(save, "write_checkpoint", write_slowly)
     train = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 1}), data, tmp_path)
-    first, second = (
-        event["stall_seconds"] for event in _runs.events(tmp_path, "checkpoint_started")
-    )
-    assert first < 0.5 < second
-    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [1, 2]
+    first, second = (event["stall_seconds"] for event in _runs.events(tmp_path, "checkpoint"))
+    assert first < second
+    assert second > 0.5
+    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_started")] == [1, 2]
+
+
+def test_an_update_during_the_copy_changes_no_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy begins later than the update after it would begin without waiting for it."""
+    copy, passes, wait = background._copy, NativeEngine.forward_backward, CheckpointSaver.wait
+    may_copy = threading.Semaphore(0)
+    iterations = itertools.count(1)
+
+    def copy_late(*arguments: Any) -> None:
+        assert may_copy.acquire(timeout=60)
+        time.sleep(0.2)
+        copy(*arguments)
+
+    def pass_and_release(engine: NativeEngine, *arguments: Any, **options: Any) -> None:
+        passes(engine, *arguments, **options)
+        if next(iterations) > 1:  # before the first save
+            may_copy.release()
+
+    def release_and_wait(saver: CheckpointSaver) -> Any:
+        may_copy.release()  # no passes follow the last save
+        return wait(saver)
+
+    train = _runs.config().train.model_dump() | {"train_iters": 4, "eval_interval": 100}
+    config = _runs.config(train=train, checkpoint={"save_interval": 1, "keep_last": 4})
+    _runs.train(config, data, tmp_path / "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "_copy", copy_late)
+        patch.setattr(NativeEngine, "forward_backward", pass_and_release)
+        patch.setattr(CheckpointSaver, "wait", release_and_wait)
+        _runs.train(config, data, tmp_path / "late")
+    for iteration in range(1, 5):
+        name = f"checkpoints/iter_{iteration:07d}"
+        assert_equal(
+            read_tensors(tmp_path / "late" / name), read_tensors(tmp_path / "before" / name)
+        )
 
 
 def failing_on_one_rank(data: Path, root: Path) -> list[tuple[str, str, int]]:
