@@ -183,7 +183,7 @@ class IndexedDataset:
         )
         if size == expected + nonempty * itemsize:
             return (
-                f"{difference}one token more in each of the {nonempty} documents is what "
+                f"{difference}one token more per document is what "
                 "Megatron-DeepSpeed's preprocess_data.py writes with --append-eod, whose index "
                 "does not count the end-of-document tokens; tokenize the text again with `megacore "
                 "tokenize --append-eod`"

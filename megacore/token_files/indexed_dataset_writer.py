@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import sync_directory, workspace_errors
+from megacore.artifact.files import link_or_copy, sync_directory, temporary_of, workspace_errors
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import (
     DTYPES,
@@ -53,9 +53,8 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._digest = hashlib.sha256()
-        self._temporary = {
-            path: path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._paths
-        }
+        self._temporary = {path: temporary_of(path) for path in self._paths}
+        self._older_index = temporary_of(Path(f"{idx_path(prefix)}.old"))
         with workspace_errors(bin_path(prefix)):
             self._file = open(self._temporary[bin_path(prefix)], "wb", buffering=1 << 20)  # noqa: SIM115 (__exit__)
 
@@ -120,7 +119,7 @@ class IndexedDatasetWriter:
     def append(self, dataset: IndexedDataset) -> None:
         """Append all documents of other token files, a part at a time.
 
-        Raises DataFormatError if their token type differs.
+        Raises DataFormatError if their token type differs, or if they become shorter meanwhile.
         """
         if dataset.dtype != self.dtype:
             raise DataFormatError(
@@ -128,8 +127,10 @@ class IndexedDatasetWriter:
                 f"{self.dtype}: they were made with different tokenizers"
             )
         first = self.sequences
-        with open(bin_path(dataset.prefix), "rb") as file:
-            while part := file.read(_COPY_BYTES):
+        size = dataset.tokens.nbytes
+        with open(bin_path(dataset.prefix), "rb", buffering=0) as file:
+            for start in range(0, size, _COPY_BYTES):
+                part = _read(file, start, min(_COPY_BYTES, size - start))
                 self._write(np.frombuffer(part, self.dtype))
         for block in blocks(len(dataset)):
             self._lengths.frombytes(dataset.lengths[block].tobytes())
@@ -184,7 +185,7 @@ class IndexedDatasetWriter:
         finally:
             with suppress(OSError):  # on a full disk; the original error is already being raised
                 self._file.close()
-            for temporary in self._temporary.values():
+            for temporary in (*self._temporary.values(), self._older_index):
                 temporary.unlink(missing_ok=True)
 
     def _finish(self) -> None:
@@ -199,8 +200,16 @@ class IndexedDatasetWriter:
             ".idx": self._write_index(self._temporary[index]),
         }
         with workspace_errors(data):
+            self._older_index.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                link_or_copy(index, self._older_index)
             index.unlink(missing_ok=True)  # an older index must not be combined with the new .bin
-            os.replace(self._temporary[data], data)
+            try:
+                os.replace(self._temporary[data], data)
+            except OSError:
+                with suppress(FileNotFoundError):
+                    os.replace(self._older_index, index)
+                raise
             os.replace(self._temporary[index], index)
             sync_directory(data.parent)
 
@@ -252,21 +261,22 @@ def permute(
             low, high = _byte_offsets(dataset, first), _byte_offsets(dataset, last)
             for part in _parts(high - low):
                 places = zip(low[part].tolist(), (high - low)[part].tolist(), strict=True)
-                data = b"".join([_read(file.fileno(), offset, size) for offset, size in places])
+                data = b"".join([_read(file, offset, size) for offset, size in places])
                 lengths = dataset.lengths[_ranges(first[part], last[part])]
                 writer.add_batch(
                     np.frombuffer(data, dataset.dtype), lengths, last[part] - first[part]
                 )
 
 
-def _read(descriptor: int, offset: int, size: int) -> bytes:
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
     """Read bytes with pread: the pages of a mapping would count as memory of this process."""
-    data = os.pread(descriptor, size, offset)
+    data = os.pread(file.fileno(), size, offset)
     while len(data) < size:  # a call returns at most 2 GiB
-        rest = os.pread(descriptor, size - len(data), offset + len(data))
+        rest = os.pread(file.fileno(), size - len(data), offset + len(data))
         if not rest:
             raise DataFormatError(
-                "the token files became shorter while they were read: nobody may write to them"
+                f"{file.name} became shorter while it was read: merge or permute token files that "
+                "nothing writes"
             )
         data += rest
     return data

@@ -222,7 +222,7 @@ def test_token_files_of_megatron_deepspeed_are_refused_with_the_reason(tmp_path:
     with open(tmp_path / "a.bin", "ab") as file:
         file.write(bytes(4))
     with pytest.raises(
-        DataFormatError, match=r"in each of the 2 documents .*Megatron-DeepSpeed's .* --append-eod"
+        DataFormatError, match=r"one token more per document .*Megatron-DeepSpeed's .* --append-eod"
     ):
         IndexedDataset(tmp_path / "a")
 

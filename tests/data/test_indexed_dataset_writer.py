@@ -1,9 +1,11 @@
 """Tests of writing, merging and permuting token files."""
 
+import errno
 import hashlib
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -141,6 +143,23 @@ def test_shards_of_different_types_are_refused(tmp_path: Path) -> None:
         writer.append(IndexedDataset(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("change", [-3, -2, 1, 2])
+def test_a_shard_that_changes_its_length_is_refused_or_read_as_it_was(
+    tmp_path: Path, change: int
+) -> None:
+    write(tmp_path / "a", [[[1, 2], [3]]])
+    before = contents(tmp_path / "a")
+    dataset = IndexedDataset(tmp_path / "a")
+    os.truncate(tmp_path / "a.bin", 6 + change)
+    expected: AbstractContextManager[object] = nullcontext()
+    if change < 0:
+        expected = pytest.raises(DataFormatError, match=r"a\.bin became shorter while it was read")
+    with expected, IndexedDatasetWriter(tmp_path / "b", "u2") as writer:
+        writer.append(dataset)
+    if change > 0:
+        assert contents(tmp_path / "b") == before
+
+
 @pytest.mark.parametrize(("dtype", "bad"), [("u2", 2**16), ("u2", -1), ("i4", 2**31), ("i4", -2)])
 def test_an_id_that_the_type_cannot_hold_is_refused_and_leaves_no_file(
     tmp_path: Path, dtype: str, bad: int
@@ -160,6 +179,36 @@ def test_a_failed_write_keeps_the_existing_files(tmp_path: Path) -> None:
         writer.add_batch(np.array([5, 2**16]), np.array([1, 1]))
     assert contents(tmp_path / "a") == before
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_bin_file_that_cannot_be_renamed_keeps_the_existing_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a", [[[1, 2]]])
+    before = contents(tmp_path / "a")
+    replace = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == tmp_path / "a.bin":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(WorkspaceError, match=r"a\.bin: .*it is a mount point or in use"):
+        write(tmp_path / "a", [[[3]]])
+    assert contents(tmp_path / "a") == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.idx"])
+def test_a_directory_in_the_way_is_kept_and_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "file").mkdir(parents=True)
+    with pytest.raises(WorkspaceError, match="in the way"):
+        write(tmp_path / "a", [[[1]]])
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        name,
+        f"{name}/file",
+    ]
 
 
 def test_the_idx_file_appears_after_the_bin_file(
