@@ -133,10 +133,7 @@ def tokenize_files(
         counts["vocab_size"] = tokenizer.vocab_size
         check_tokens(counts, ", ".join(dict.fromkeys(segment.path for segment in inputs.segments)))
         if options.partitions > 1:
-            dataset = IndexedDataset(tokens)
-            with IndexedDatasetWriter(folder / "tokens", dataset.dtype) as writer:
-                permute(dataset, partition_order(dataset.documents, options.partitions), writer)
-            digests = writer.sha256
+            digests = _partition(tokens, folder / "tokens", options.partitions)
         record = documents_facts(files, tokenizer, _readable(choice), options, None)
         write_json(folder / f"tokens.{DOCUMENTS_NAME}", record)
         key = StageKey.of("tokenize", VERSION, _parameters(inputs, choice, options))
@@ -155,6 +152,17 @@ def tokenize_files(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return counts
+
+
+def _partition(source: Path, prefix: Path, partitions: int) -> dict[str, str]:
+    """Write the documents in the order of partitions; return the digests of the files by suffix.
+
+    The memory maps of `source` are closed on return: NFS could not remove their folder.
+    """
+    dataset = IndexedDataset(source)
+    with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
+        permute(dataset, partition_order(dataset.documents, partitions), writer)
+    return writer.sha256
 
 
 def _readable(choice: ExistingTokenizer) -> Path | None:

@@ -60,13 +60,13 @@ def read_files(directory: Path) -> list[FileRecord]:
     try:
         values = read_json(path)
         files = [FileRecord(**entry) for entry in values["files"]]
+        for file in files:
+            if not os.path.isabs(file.path):
+                file.path = os.path.normpath(directory.absolute() / file.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
             f"{path} is missing or damaged ({reason_of(error)}): tokenize again"
         ) from error
-    for file in files:
-        if not os.path.isabs(file.path):
-            file.path = os.path.normpath(directory.absolute() / file.path)
     return files
 
 

@@ -1,7 +1,9 @@
 """Commands of preprocess_data.py of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX with our name."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -100,6 +102,24 @@ def test_partitions_order_the_documents_as_megatrons_do(tmp_path: Path, tokenize
 
     succeeded(run(*given, "--output-prefix", tmp_path / "kept", "--keep-sequential-samples"))
     assert documents(tmp_path / "kept_text_document") == encoded(coder, texts, end=True)
+
+
+def test_partitions_leave_no_map_of_a_removed_file(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[str] = []
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, **options: Any) -> None:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        mapped.extend(line for line in maps if f"{path}/" in line)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    gpt2 = ("--vocab-file", tokenizer / "vocab.json", "--merge-file", tokenizer / "merges.txt")
+    source = ("--input", write_lines(tmp_path / "a.jsonl", TEXTS), "--partitions", 3)
+    succeeded(run(*source, *gpt2, "--output-prefix", tmp_path / "out"))
+    assert mapped == []
 
 
 def write_hf(directory: Path, tokenizer: Path, *, start: bool = False) -> Path:

@@ -14,6 +14,7 @@ from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, open_tokenizer
 from megacore.tokenizer.load import JsonTokenizer, read_backend
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 from megacore.tokenizer.vocabulary import continues_word, role_names, special_tokens
 from tests.data._corpus import byte_tokenizer
 
@@ -174,8 +175,10 @@ def test_sentencepieces_without_the_space_mark_continue_a_word(tmp_path: Path) -
     assert not continues["<extra_id_0>"]
 
 
-def test_half_of_a_surrogate_pair_is_no_token() -> None:
+def test_half_of_a_surrogate_pair_is_no_token(tmp_path: Path) -> None:
     assert byte_tokenizer().token_id("\ud800") is None
+    model = SentencePieceModel.read(Path(train_sentencepiece(tmp_path)))
+    assert model.token_id("\ud800") is None
 
 
 def test_a_refused_file_is_named_in_one_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megacore.corpus.segments import divide, jsonl_segments, segments
 from megacore.errors import DataFormatError
+from megacore.tokenizer.records import read_files
 from megacore.tokenizer.tokenize import (
     TokenizeOptions,
     merge_shards,
@@ -117,6 +118,13 @@ def test_a_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) 
             [tmp_path / "shard-0", tmp_path / "shard-1"], tmp_path / "again", folders[1], options
         )
     assert list((tmp_path / "again").iterdir()) == []
+
+
+@pytest.mark.parametrize("entry", [{"path": 5, "key": "text"}, {"path": "a"}, None])
+def test_a_damaged_record_of_files_is_refused(tmp_path: Path, entry: object) -> None:
+    (tmp_path / "documents.json").write_text(json.dumps({"files": [entry]}))
+    with pytest.raises(DataFormatError, match=r"documents\.json is missing or damaged .*tokenize"):
+        read_files(tmp_path)
 
 
 def test_the_merge_of_many_shards_has_few_files_open(
