@@ -153,9 +153,10 @@ class SentencePieceModel(Tokenizer):
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece, or None if the vocabulary lacks it."""
         try:
-            piece_id = int(self._processor.piece_to_id(token.encode()))
+            token.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
             return None
+        piece_id = int(self._processor.piece_to_id(token))
         return piece_id if self._processor.id_to_piece(piece_id) == token else None
 
     def tokens(self) -> list[str]:
