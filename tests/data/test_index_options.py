@@ -2,7 +2,14 @@
 
 import pytest
 
-from megacore.data.index_options import MAX_MEMBERS, IndexOptions, Member, Mixture, parse_members
+from megacore.data.index_options import (
+    MAX_MEMBERS,
+    IndexOptions,
+    Member,
+    Mixture,
+    SentenceOptions,
+    parse_members,
+)
 from megacore.errors import ConfigError
 
 
@@ -99,3 +106,13 @@ def test_prefixes_with_or_without_weights_are_parsed(values: list[str], expected
 def test_a_missing_weight_or_prefix_is_refused(values: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--data-prefix .*: give a weight before each prefix"):
         parse_members(values, "--data-prefix")
+
+
+def test_the_least_values_of_sentence_samples() -> None:
+    bert = SentenceOptions("bert", short_seq_prob=1e-6)
+    assert SentenceOptions("bert", short_seq_prob=0).short_seq_prob == 0
+    with pytest.raises(ConfigError, match=r"short_seq_prob is 9e-07: give 0, or 0\.000001 … 1"):
+        SentenceOptions("bert", short_seq_prob=9e-7)
+    IndexOptions(split="1", seq_length=5, seed=1, sentences=bert)
+    with pytest.raises(ConfigError, match="is 4: a sample of bert has 3 special tokens and at"):
+        IndexOptions(split="1", seq_length=4, seed=1, sentences=bert)
