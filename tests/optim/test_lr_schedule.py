@@ -80,7 +80,8 @@ def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_minimum() 
 
 def test_inverse_square_root_begins_at_the_peak_without_warm_up() -> None:
     schedule = LrSchedule(1e-3, 0.0, 0, 100, "inverse-square-root")
-    assert [schedule.at(step) for step in (1, 4)] == [1e-3, 5e-4]
+    # The rate of step 0 is reported as long as all iterations are skipped.
+    assert [schedule.at(step) for step in (0, 1, 4)] == [1e-3, 1e-3, 5e-4]
 
 
 def test_inverse_square_root_drops_to_the_minimum_after_the_decay() -> None:
