@@ -301,3 +301,30 @@ def test_receives_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         if kind == "start":
             ahead.append(posted - started)
     assert ahead[2:10] == [AHEAD] * 8
+
+
+def test_messages_in_transit_are_limited_and_all_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without backward passes a stage may run ahead of the next, and its messages take memory."""
+    in_transit: list[Tensor] = []
+    counts = []
+
+    def send(tensor: Tensor, **_: Any) -> Any:
+        in_transit.append(tensor)
+        counts.append(len(in_transit))
+        return SimpleNamespace(wait=lambda: in_transit.pop(0), is_completed=lambda: False)
+
+    monkeypatch.setattr(dist, "isend", send)
+    schedule = forward_only(2, 25)
+    pipeline = Pipeline.of(schedule)
+    mesh = ProcessMesh(
+        pipeline_parallel=ParallelGroup(None, 0, pipeline.stages, "pipeline"),
+        channels=(None,) * 4,  # type: ignore[arg-type]
+    )
+    with torch.no_grad():
+        Executor(mesh, pipeline, torch.float64, torch.device("cpu")).run(
+            passes_of_stage(schedule, 0), Multiply(pipeline, 0), lambda _: SHAPE
+        )
+    assert counts == [1, 2, 3] + [4] * 22
+    assert not in_transit
