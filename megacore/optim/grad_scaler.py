@@ -32,7 +32,7 @@ class DynamicLossScaler:
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._config = config
-        self._scale = max(config.initial, config.minimum)
+        self._scale = config.initial
         self._growth_tracker = 0
         self._hysteresis_tracker = config.hysteresis
         self._skipped_at_minimum = 0

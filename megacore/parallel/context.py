@@ -16,10 +16,8 @@ from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 
 def positions_of_rank(length: int, cp: ParallelGroup, device: torch.device) -> Tensor:
     """Return the positions [s/cp] of this rank's tokens in a sequence of `length` tokens (s)."""
-    first, second = chunks_of_rank(length, cp)
-    return torch.cat(
-        [torch.arange(each.start, each.stop, device=device) for each in (first, second)]
-    )
+    chunks = chunks_of_rank(length, cp)
+    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in chunks])
 
 
 def chunks_of_rank(length: int, cp: ParallelGroup) -> tuple[range, range]:

@@ -207,8 +207,8 @@ class ProcessMesh:
 def gpu_queues(layout: RankLayout, shared_stages: Sequence[tuple[int, ...]]) -> int:
     """Return the number of hardware queues with which a rank's CUDA streams share none.
 
-    The computation has one stream, and NCCL has one for each group. A rank uses each channel in one
-    direction and with one neighbour (see `Message.channel`), so a channel is one stream too.
+    The computation has one stream, and NCCL has one for each group. In the channels it has one for
+    each pair of ranks: a rank has as many pairs as there are channels, or fewer.
 
     Args:
         layout: sizes of the axes.
