@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,13 +19,18 @@ from megacore.checkpoint.format import (
     complete_checkpoints,
     exclusive_lock,
     iteration_of,
+    verify,
 )
 from megacore.errors import CheckpointError
-from megacore.paths import glob, is_dir
+from megacore.paths import exists, glob, is_dir
 
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
 
+_REPLACED = "-replaced"
+"""End of the stale name of a checkpoint until the one that replaces it has its name."""
+_UNNAMED = re.compile(rf"(iter_\d{{7,}}){re.escape(STALE_SUFFIX)}[0-9a-f]{{8}}({_REPLACED})?")
+"""Names of staged saves and replaced checkpoints, but not of those that are being deleted."""
 _logger = logging.getLogger(__name__)
 
 
@@ -90,12 +96,30 @@ def _remove_unread(directory: Path) -> bool:
     return doomed is not None
 
 
-def rename_to_stale(directory: Path) -> Path:
+def publish(staging: Path, target: Path) -> None:
+    """Rename the complete save `staging` to `target`, durably, and delete what it replaces.
+
+    After a crash between the two renames, `remove_stale` finishes the second. Deletion is slow, so
+    it comes last. Raises OSError.
+    """
+    replaced = rename_to_stale(target, _REPLACED) if exists(target) else None
+    try:
+        os.rename(staging, target)
+    except BaseException:
+        if replaced is not None:
+            os.rename(replaced, target)
+        raise
+    sync_directory(target.parent)
+    if replaced is not None:
+        delete_stale(replaced)
+
+
+def rename_to_stale(directory: Path, end: str = "-deleted") -> Path:
     """Rename a checkpoint to a stale name, durably, and return its new path.
 
     A later deletion never leaves a visible, incomplete checkpoint.
     """
-    doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}-deleted")
+    doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}{end}")
     os.rename(directory, doomed)
     sync_directory(directory.parent)
     return doomed
@@ -145,14 +169,48 @@ def delete_stale(path: Path) -> bool:
 def remove_stale(root: Path) -> list[Path]:
     """Delete the remains of a crash in `root` and return those that are gone.
 
-    These are staged saves, half-deleted checkpoints and partial tracker files. Only the run that
-    owns `root` may call it, and not during a save. One that cannot be deleted stays, with a
-    warning.
+    These are staged saves, half-deleted checkpoints and partial tracker files. Complete saves that
+    a crash left without their name get it first. Only the run that owns `root` may call it, and
+    not during a save. One that cannot be deleted stays, with a warning.
+
+    Raises WorkspaceError if a complete save cannot be renamed, FileAccessError if it cannot be read
+    now.
     """
+    name_complete_saves(root)
     trackers = list(glob(root, f"{TRACKER_NAME}{STALE_SUFFIX}*"))
     return [path for path in [*stale_directories(root), *trackers] if delete_stale(path)]
 
 
+def name_complete_saves(root: Path) -> None:
+    """Give the complete saves in `root` that a crash left without their name that name.
+
+    Raises WorkspaceError, FileAccessError.
+    """
+    for target, path in unnamed_saves(root).items():
+        with workspace_errors(root):
+            os.rename(path, target)
+            sync_directory(root)
+        _logger.warning("%s is complete, but a crash left it as %s: renamed it", target, path.name)
+
+
+def unnamed_saves(root: Path) -> dict[Path, Path]:
+    """Return the complete saves that lack their name, by the path that they should have.
+
+    `publish` was interrupted before them, so no directory has that path. If neither of its two
+    directories has it, it is that of the new save: the replaced one may be damaged. Raises
+    FileAccessError.
+    """
+    saves: dict[Path, Path] = {}
+    for path in sorted(stale_directories(root), key=lambda path: path.name.endswith(_REPLACED)):
+        match = _UNNAMED.fullmatch(path.name)
+        if match is None or (target := root / match[1]) in saves or exists(target):
+            continue
+        with suppress(CheckpointError):
+            verify(path, "quick")
+            saves[target] = path
+    return saves
+
+
 def stale_directories(root: Path) -> list[Path]:
-    """Return the staged saves and half-deleted checkpoints in `root`."""
-    return [path for path in glob(root, f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
+    """Return the staged saves, replaced and half-deleted checkpoints in `root`."""
+    return list(glob(root, f"iter_*{STALE_SUFFIX}*"))

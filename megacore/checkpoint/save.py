@@ -1,6 +1,7 @@
 """Collective saving: files are staged, hashed, synced, marked and renamed.
 
-A crash at any point leaves either the complete checkpoint or none.
+A crash at any point leaves either the complete checkpoint or none. A checkpoint that is saved again
+is not lost either: `retain.remove_stale` finishes the renaming.
 """
 
 import contextlib
@@ -52,10 +53,9 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.metadata import chunks_of, private_name
-from megacore.checkpoint.retain import delete_stale, remove_stale, rename_to_stale
+from megacore.checkpoint.retain import publish, remove_stale
 from megacore.checkpoint.shard import DeferredTensor, SavedTensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError, MegacoreError, WorkspaceError
-from megacore.paths import exists
 
 T = TypeVar("T")
 LEAST_FILE_BYTES = 64 << 20
@@ -470,16 +470,6 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     with workspace_errors(staging):
         sync_directory(staging)
         marker.write(staging)
-        # Deletion is slow, and a crash during it would leave neither checkpoint, so it comes last.
-        replaced = rename_to_stale(target) if exists(target) else None
-        try:
-            os.rename(staging, target)
-        except BaseException:
-            if replaced is not None:  # under the stale name, the next save would delete it
-                os.rename(replaced, target)
-            raise
-        sync_directory(root)
+        publish(staging, target)
     write_tracker(root, marker.iteration)
-    if replaced is not None:
-        delete_stale(replaced)
     return target

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from megacore.artifact.files import sync_directory, sync_tree, workspace_errors, write_json
+from megacore.artifact.files import sync_tree, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.collective import RankGroup, latest_complete_together, refuse_only_damaged
 from megacore.checkpoint.format import (
@@ -40,13 +40,12 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.retain import (
     apply_retention,
     clean_up_and_report,
-    delete_stale,
-    rename_to_stale,
+    publish,
 )
 from megacore.checkpoint.save import sync_file
 from megacore.errors import CheckpointError, WorkspaceError
 from megacore.observe.logging import logger
-from megacore.paths import exists, is_file, rglob
+from megacore.paths import is_file, rglob
 
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
@@ -89,7 +88,7 @@ class AtomicDirectory:
         """Rename the complete directory `staged` to the final name of its iteration. Collective.
 
         Each rank hashes and syncs a share of the files. The last rename gives the directory its
-        final name; an invalid directory with that name is moved away first.
+        final name and replaces what has that name.
         """
         final = self.root / directory_name(iteration)
         names = self._ranks.on_first(lambda: _names(staged))
@@ -107,10 +106,7 @@ class AtomicDirectory:
             with workspace_errors(staged):
                 sync_tree(staged)
                 marker.write(staged)
-                if exists(final):
-                    delete_stale(rename_to_stale(final))
-                staged.rename(final)
-                sync_directory(self.root)
+                publish(staged, final)
             return marker
 
         return self._ranks.on_first(complete)

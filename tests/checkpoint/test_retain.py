@@ -20,6 +20,7 @@ from megacore.checkpoint.format import (
     exclusive_lock,
     iteration_of,
     reading,
+    verify,
 )
 from megacore.checkpoint.retain import (
     apply_retention,
@@ -279,3 +280,38 @@ def test_a_checkpoint_that_cannot_be_renamed_is_an_error(
 
 def test_what_is_gone_already_counts_as_deleted(tmp_path: Path) -> None:
     assert delete_stale(tmp_path / "iter_0000100.tmp-1-deleted")
+
+
+@pytest.mark.parametrize(
+    ("remains", "loss"),
+    [
+        ({"0000000f-replaced": 1.0, "0000001f": 2.0}, 2.0),  # killed between the two renames
+        ({"0000000f-replaced": 1.0, "0000001f": None}, 1.0),  # the new save is damaged
+        ({"0000001f": 2.0}, 2.0),  # killed before the only rename
+        ({"0000000f-deleted": 1.0}, None),  # retention has chosen it
+        ({"copy-0000000f": 1.0}, None),
+    ],
+)
+def test_a_complete_save_that_a_crash_left_without_its_name_gets_it(
+    tmp_path: Path, remains: dict[str, float | None], loss: float | None
+) -> None:
+    path = tmp_path / directory_name(100)
+    for end, each in remains.items():
+        write_checkpoints(tmp_path, {100: each})
+        if each is None:
+            (path / "state.json").unlink()
+        path.rename(f"{path}.tmp-{end}")
+    named = min(remains, key=lambda end: remains[end] != loss)
+    gone = {f"{path}.tmp-{end}" for end in remains if loss is None or end != named}
+    assert set(map(str, remove_stale(tmp_path))) == gone
+    assert list(tmp_path.iterdir()) == ([] if loss is None else [path])
+    assert loss is None or verify(path).validation_loss == loss
+
+
+def test_a_save_whose_name_is_taken_is_deleted(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, {100: 1.0})
+    path = tmp_path / directory_name(100)
+    stale = rename_to_stale(path, "-replaced")
+    write_checkpoints(tmp_path, {100: 2.0})
+    assert remove_stale(tmp_path) == [stale]
+    assert Marker.read(path).validation_loss == 2.0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.checkpoint import retain
 from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.save import CheckpointWriter, save_checkpoint
@@ -374,7 +375,7 @@ def test_the_previous_checkpoint_remains_if_the_new_one_cannot_take_its_name(
     rename = os.rename
 
     def refuse(source: Path, target: Path) -> None:
-        if target == path and "-deleted" not in source.name:
+        if target == path and "-replaced" not in source.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
         rename(source, target)
 
@@ -393,7 +394,7 @@ def test_a_replaced_checkpoint_is_deleted_after_the_new_one_is_complete(
     save_checkpoint(tmp_path, 3, {"model.w": torch.zeros(2)}, {})
 
     def killed(path: Path, **_: object) -> None:
-        if path.name.endswith("-deleted"):
+        if path.name.endswith("-replaced"):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -404,4 +405,26 @@ def test_a_replaced_checkpoint_is_deleted_after_the_new_one_is_complete(
     assert newest is not None
     assert_equal(read_tensors(newest), {"model.w": torch.ones(2)})
     save_checkpoint(tmp_path, 4, {"model.w": torch.ones(2)}, {})
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+
+
+@pytest.mark.parametrize("call", ["sync", "rename"])
+def test_a_replaced_checkpoint_survives_a_disk_that_keeps_failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = save_checkpoint(tmp_path, 3, {"model.w": torch.zeros(2)}, {})
+    rename = os.rename
+
+    def fail(source: Path, target: Path = path) -> None:
+        if target != path:
+            return rename(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((retain, "sync_directory") if call == "sync" else (os, "rename")), fail)
+        with pytest.raises(FileAccessError, match="Input/output error"):
+            save_checkpoint(tmp_path, 3, {"model.w": torch.ones(2)}, {})
+    assert latest_complete(tmp_path) is None
+    save_checkpoint(tmp_path, 4, {"model.w": torch.ones(2)}, {})
+    assert_equal(read_tensors(path), {"model.w": torch.zeros(2)})
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]

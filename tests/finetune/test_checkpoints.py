@@ -196,6 +196,7 @@ def test_checkpoint_contains_all_files(unbroken: Run) -> None:
     "moment",
     [
         "mark",
+        "publish",
         "rename",
         *(pytest.param(at, marks=SLOW) for at in ("stage", "state", "measure", "retain")),
     ],
@@ -203,6 +204,7 @@ def test_checkpoint_contains_all_files(unbroken: Run) -> None:
 def test_crash_while_saving_leaves_a_checkpoint_to_resume_from(
     unbroken: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
+    from megacore.checkpoint import retain
     from megacore.finetune import checkpoints
     from megacore.finetune.trainer import StepTrainer
 
@@ -214,7 +216,8 @@ def test_crash_while_saving_leaves_a_checkpoint_to_resume_from(
         "state": (StepTrainer, "write_state"),
         "measure": (checkpoints, "sync_file"),
         "mark": (Marker, "write"),
-        "rename": (checkpoints, "sync_directory"),
+        "publish": (checkpoints, "publish"),
+        "rename": (retain, "sync_directory"),
         "retain": (checkpoints, "apply_retention"),
     }
     configuration = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})
@@ -233,7 +236,8 @@ def test_crash_while_saving_leaves_a_checkpoint_to_resume_from(
         with pytest.raises(CrashError):
             run(configuration, TinyTask(tiny_root / "dropout"), tmp_path)
     resumed = run(configuration, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert resumed.of("start")[-1]["resumed_from"] in (1, 2)
+    complete = moment in ("publish", "rename", "retain")
+    assert resumed.of("start")[-1]["resumed_from"] == (2 if complete else 1)
     assert all(
         torch.equal(tensor, weights(tmp_path)[name])
         for name, tensor in weights(unbroken.directory).items()

@@ -31,6 +31,7 @@ from megacore.artifact.build import remove_tree
 from megacore.artifact.files import sync_directory, sync_tree
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, iteration_of
+from megacore.checkpoint.retain import name_complete_saves
 from megacore.cluster.placement.files import COPY_MARK, Item
 from megacore.paths import exists, glob, is_dir, is_file, rglob
 
@@ -202,6 +203,7 @@ def _clear(root: Path, keep: str) -> None:
     Other copies are removed, and checkpoints that this host wrote itself are moved.
     """
     (root / TRACKER_NAME).unlink(missing_ok=True)
+    name_complete_saves(root)
     for path in sorted(glob(root, "iter_*")):
         if _COPY in path.name:
             continue

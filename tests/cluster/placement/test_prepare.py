@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megacore.artifact.build import StageKey, seal
+from megacore.checkpoint.format import verify
 from megacore.checkpoint.save import save_checkpoint
 from megacore.cluster.hosts.ssh import HostResult, Ssh
 from megacore.cluster.placement import check as place_check
@@ -218,6 +219,13 @@ def test_shared_files_are_neither_copied_nor_deleted(data: Path, tmp_path: Path)
         "iter_0000001",
         "iter_0000002",
     ]
+
+
+def test_a_complete_save_without_its_name_is_set_aside_like_one_with_it(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "checkpoints", 1, {"model.a": torch.ones(3)}, {})
+    path.rename(f"{path}.tmp-0000000f")
+    answer(begin([], tmp_path))
+    assert verify(tmp_path / "set-aside" / path.name).iteration == 1
 
 
 def test_full_disk_is_reported_before_the_copy(
