@@ -83,12 +83,12 @@ class Timers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the phases of the block from the measurement."""
-        self._running = False
+        """Exclude the phases of the block from the measurement; such blocks may be nested."""
+        outer, self._running = self._running, False
         try:
             yield
         finally:
-            self._running = True
+            self._running = outer
 
     def take(self, iterations: int) -> dict[str, float]:
         """Return the milliseconds per iteration by phase since the last call, and reset them."""

@@ -83,7 +83,8 @@ class StopRequest:
             yield
         finally:
             for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
+                # None: one of C code, such as a preloaded profiler, which Python cannot restore
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)

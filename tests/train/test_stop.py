@@ -20,7 +20,7 @@ from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.train.evaluate import Evaluation
-from megacore.train.stop import StopRequest
+from megacore.train.stop import SIGNALS, StopRequest
 from tests._dist import run_distributed
 from tests.checkpoint._read import read_tensors
 from tests.train import _runs
@@ -103,6 +103,25 @@ def test_signal_saves_a_checkpoint_and_the_resumed_run_is_bit_identical(
     _runs.train(run(), data, tmp_path, attempt=2)
     assert_same_run(whole, tmp_path, 6)
     assert exits(tmp_path) == [("signal", 3), ("finished", 6)]
+
+
+def test_signal_that_c_code_handled_has_the_default_handler_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    install = signal.signal
+    try:
+        with monkeypatch.context() as patch:
+            # Python does not know a handler that was there before its start.
+            patch.setattr(
+                signal, "signal", lambda number, handler: (install(number, handler), None)[1]
+            )
+            with StopRequest(run().train, tmp_path, rank=0).signals():
+                assert callable(signal.getsignal(signal.SIGTERM))
+        assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def test_stop_file_is_removed_so_that_the_run_can_be_resumed(data: Path, tmp_path: Path) -> None:
@@ -368,7 +387,7 @@ def test_an_unreadable_stop_file_requests_no_stop(
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", fail)
+        patch.setattr("megacore.train.stop.exists", fail)
         assert request.notices() == (False, False, False)
     request.file.touch()
     monkeypatch.setattr("megacore.train.stop._LOOK_INTERVAL", 0.0)
