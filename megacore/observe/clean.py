@@ -4,6 +4,7 @@ What is reached by a symbolic link is never deleted: another workspace may use i
 """
 
 import itertools
+import math
 import os
 import shutil
 import time
@@ -50,12 +51,11 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
 
     Temporaries of live processes are locked and left out.
     """
-    removables = [
-        _removable(path, "temporary of a write that ended")
-        for pattern in ("*.tmp-*", ".write-test-*")
-        for path in sorted(glob(workspace.root, pattern))
-        if time.time() - path.lstat().st_mtime > _SETTLED
-    ]
+    limit, removables = time.time() - _SETTLED, list[Removable]()
+    for pattern in ("*.tmp-*", ".write-test-*"):
+        for path in sorted(glob(workspace.root, pattern)):
+            if _changed(path) < limit:
+                removables += _removable(path, "temporary of a write that ended")
     for name in dict.fromkeys(FOLDERS.values()):
         for path in _members(workspace, workspace.root / name):
             owner = path.with_name(path.name.split(TEMPORARY)[0])
@@ -66,7 +66,8 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
             else:
                 continue
             if parts and not is_locked(owner):
-                removables += [_removable(part, reason, owner) for part in parts]
+                for part in parts:
+                    removables += _removable(part, reason, owner)
     return removables + _merged_shards(workspace)
 
 
@@ -81,12 +82,13 @@ def _merged_shards(workspace: Workspace) -> list[Removable]:
         return []
     merged = [(each.parameters, each.inputs) for each in manifests.values()]
     return [
-        _removable(path, "shard of token files that are complete", path)
+        shard_files
         for path, shard in manifests.items()
         if shard.stage == "tokenize-shard"
         and (_without_segments(shard.parameters), shard.inputs) in merged
         and not is_locked(path)
         and not _is_linked(workspace, path)
+        for shard_files in _removable(path, "shard of token files that are complete", path)
     ]
 
 
@@ -118,9 +120,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
     queue = [
         path
         for path, manifest in manifests.items()
-        if manifest.stage not in REBUILDABLE
-        or path.stat().st_mtime >= limit
-        or path.name in run_inputs
+        if manifest.stage not in REBUILDABLE or _changed(path) >= limit or path.name in run_inputs
     ]
     needed: set[Path] = set()
     while queue:
@@ -133,9 +133,10 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
                 if digest in by_digest
             ]
     return [
-        _removable(path, f"not used for {days:g} days", path)
+        artifact
         for path in sorted(manifests)
         if path not in needed and not _is_linked(workspace, path)
+        for artifact in _removable(path, f"not used for {days:g} days", path)
     ]
 
 
@@ -153,7 +154,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
     removables = _old_caches(workspace, days)
     for place in _members(workspace, workspace.folder("collect") / DOWNLOADS):
         files = list(place.iterdir()) if is_dir(place) else []
-        if not files or any(file.lstat().st_mtime >= limit for file in files):
+        if not files or any(_changed(file) >= limit for file in files):
             continue
         locked = [
             file.with_name(file.name[1:].removesuffix(".lock"))
@@ -162,7 +163,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
         ]
         if not any(map(is_locked, locked)):
             reason = f"downloaded more than {days:g} days ago"
-            removables.append(_removable(place, reason, *locked))
+            removables += _removable(place, reason, *locked)
     return removables
 
 
@@ -174,10 +175,10 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
         for place in sorted(glob(workspace.folder(stage) / DOWNLOADS, pattern)):
             if not is_dir(place) or _is_linked(workspace, place):
                 continue
-            newest = max(path.lstat().st_mtime for path in (place, *rglob(place, "*")))
+            newest = max(map(_changed, (place, *rglob(place, "*"))))
             if newest < limit and not is_locked(place):
                 reason = f"downloaded more than {days:g} days ago"
-                removables.append(_removable(place, reason, place))
+                removables += _removable(place, reason, place)
     return removables
 
 
@@ -319,7 +320,19 @@ def _temporary_saves(run_directory: Path) -> list[Path]:
     return [] if parts and is_training(run_directory) else parts
 
 
-def _removable(path: Path, reason: str, *owners: Path) -> Removable:
+def _changed(path: Path, *, follow_symlinks: bool = False) -> float:
+    """Return the Unix time of a path's last change; infinity if it is removed meanwhile."""
+    try:
+        return path.stat(follow_symlinks=follow_symlinks).st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
+def _removable(path: Path, reason: str, *owners: Path) -> list[Removable]:
+    """Return the item for a path; none if another process removes it meanwhile."""
     parts = rglob(path, "*") if is_dir(path) and not is_symlink(path) else [path]
-    size = sum(part.lstat().st_size for part in parts if is_file(part))
-    return Removable(path, reason, size, owners, path.lstat().st_mtime_ns)
+    try:
+        size = sum(part.lstat().st_size for part in parts if is_file(part))
+        return [Removable(path, reason, size, owners, path.lstat().st_mtime_ns)]
+    except FileNotFoundError:
+        return []

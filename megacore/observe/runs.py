@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,13 +217,12 @@ def _evaluated_perplexities(workspace: Workspace) -> dict[str, dict[str, float]]
 
     If there are several, the newest counts.
     """
+    evaluations = list[tuple[float, Manifest]]()
+    for path in glob(workspace.folder("evaluate"), f"*/{MANIFEST_NAME}"):
+        with suppress(FileNotFoundError, ArtifactError, FileAccessError):
+            evaluations.append((path.stat().st_mtime, Manifest.read(path.parent)))
     perplexities: dict[str, dict[str, float]] = {}
-    folder = workspace.folder("evaluate")
-    for path in sorted(glob(folder, f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
-        try:
-            manifest = Manifest.read(path.parent)
-        except (ArtifactError, FileAccessError):
-            continue
+    for _, manifest in sorted(evaluations, key=lambda each: each[0]):
         names = ("valid_ppl", "test_ppl")
         counts = {name: float(manifest.counts[name]) for name in names if name in manifest.counts}
         perplexities.update(dict.fromkeys(manifest.inputs.values(), counts))

@@ -13,8 +13,10 @@ from megacore.artifact import Artifact, StageKey, Workspace, build_artifact, loc
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.errors import WorkspaceError
+from megacore.observe import clean
 from megacore.observe.clean import old_artifacts, old_downloads, remove, stale_temporaries
 from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
+from megacore.paths import glob
 
 DAY = 86400
 
@@ -261,6 +263,35 @@ def test_an_artifact_that_is_used_after_the_listing_is_retained(tmp_path: Path) 
         removed = remove(items)
     assert [item.path for item in removed] == [unused]
     assert [directory.exists() for directory in (locked, used, unused)] == [True, True, False]
+
+
+def test_what_another_process_removes_during_the_listing_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace.of(tmp_path)
+    folder = workspace.folder("tokenize")
+    first, second = (
+        build_artifact(folder, StageKey.of("tokenize", 1, {"n": n}), write_file)[0].directory
+        for n in range(2)
+    )
+    write_test = workspace.root / ".write-test-1"
+    write_test.touch()
+    for path in (first, second, write_test):
+        set_age(path, 30)
+
+    def remove_first(directory: Path, pattern: str) -> list[Path]:
+        shutil.rmtree(first, ignore_errors=True)
+        return list(directory.iterdir()) if directory != first else []
+
+    def remove_temporary(directory: Path, pattern: str) -> list[Path]:
+        paths = list(glob(directory, pattern))
+        write_test.unlink(missing_ok=True)
+        return paths
+
+    monkeypatch.setattr(clean, "rglob", remove_first)
+    assert [item.path for item in old_artifacts(workspace, 7)] == [second]
+    monkeypatch.setattr(clean, "glob", remove_temporary)
+    assert stale_temporaries(workspace) == []
 
 
 def test_temporaries_of_a_rank_without_a_task_are_retained(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megacore.errors import ConfigError
 from megacore.observe import events
 from megacore.observe.events import EventWriter
 from megacore.observe.runs import find_run, named_directory, runs
+from megacore.paths import glob
 
 
 @pytest.fixture
@@ -92,13 +93,19 @@ def test_a_run_with_a_broken_run_json_is_damaged(workspace: Workspace) -> None:
 
 
 def test_perplexity_of_the_test_split_is_that_of_the_evaluated_run(
-    workspace: Workspace,
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = workspace.folder("train") / "aaaa"
     manifest = seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
     for digest, ppl in ((manifest.digest, 80.0), ("0" * 64, 70.0)):
         key = StageKey("evaluate", 1, {}, {"trained": digest})
         build_artifact(workspace.folder("evaluate"), key, lambda _, ppl=ppl: {"test_ppl": ppl})
+    assert runs(workspace)[0]["test_ppl"] == 80.0
+
+    def with_a_removed_one(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), folder / "removed" / "manifest.json"]
+
+    monkeypatch.setattr("megacore.observe.runs.glob", with_a_removed_one)
     assert runs(workspace)[0]["test_ppl"] == 80.0
 
 

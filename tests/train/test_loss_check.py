@@ -9,7 +9,7 @@ from megacore.engine.base import Update
 from megacore.errors import LossError, TrainingError
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.train.loss_check import LossCheck, MicroBatch
+from megacore.train.loss_check import BadBatch, LossCheck, MicroBatch
 from megacore.train.state import TrainState
 from tests.train import _runs
 
@@ -75,9 +75,12 @@ def test_spike_can_stop_the_run_or_be_ignored() -> None:
     spike = update((7.0, 2.0), 1.0, True)
     with pytest.raises(
         TrainingError,
-        match=r"jumped to 7 on rank 4 at iteration 1 .samples 0, 1.*set train.loss_spike_",
+        match=r"jumped to 7 on rank 4 at iteration 1 .samples 0, 1.*action to warn or skip$",
     ):
         check(loss_spike_action="stop").count_iteration(spike, TrainState(recent_loss=2.0))
+    run = _runs.config("deepspeed", train={"loss_spike_action": "stop"})  # it cannot withhold one
+    with pytest.raises(LossError, match=r"set train.loss_spike_action to warn$"):
+        LossCheck(run, MESH, pytest.fail).count_iteration(spike, TrainState(recent_loss=2.0))
     warnings: list[str] = []
     check(warnings, loss_spike_factor=None).count_iteration(spike, TrainState(recent_loss=2.0))
     check(warnings).count_iteration(spike, TrainState())  # nothing to compare the first loss with
@@ -175,6 +178,23 @@ def test_error_names_the_documents_of_the_bad_samples() -> None:
     assert asked == [[2, 3], list(range(8))]
 
 
+def test_bad_batch_is_recorded_with_its_host_and_whether_it_was_reproduced() -> None:
+    run = _runs.config(train=_runs.config().train.model_dump() | {"nonfinite_action": "skip"})
+    for hosts, place in (
+        ([f"node-{rank // 4}" for rank in range(8)], "rank 4 of node-1 at"),
+        (["node-1"] * 8, "rank 4 at"),
+    ):
+        warnings, batches = list[str](), list[BadBatch]()
+        loss_check = LossCheck(run, MESH, warnings.append, batches.append, hosts)
+        loss_check.count_iteration(NOT_FINITE, TrainState())
+        loss_check.count_iteration(NOT_FINITE, TrainState(), NOT_FINITE)
+        assert [(batch.host, batch.reproduced) for batch in batches] == [
+            ("node-1", None),
+            ("node-1", True),
+        ]
+        assert f"the loss is nan on {place} iteration 1" in warnings[0]
+
+
 def test_warning_of_a_skipped_spike_names_its_documents() -> None:
     run = _runs.config(train=_runs.config().train.model_dump() | {"loss_spike_action": "skip"})
     warnings: list[str] = []
@@ -187,6 +207,9 @@ def test_fp16_error_reports_the_exhausted_loss_scale() -> None:
     loss_check = check(precision="fp16")
     with pytest.raises(
         TrainingError,
-        match="10 iterations in a row overflowed with the loss scale at its minimum 1",
+        match=(
+            r"10 iterations in a row overflowed with the loss scale at its minimum 1: lower "
+            r"optim.lr .now 5.000E-03 at this iteration"
+        ),
     ):
         loss_check.count_iteration(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())

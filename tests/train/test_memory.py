@@ -1,6 +1,7 @@
 """Out-of-memory errors: predicted memory, memory in use, and settings that help."""
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from megacore.config import load_config
 from megacore.errors import MemoryExhaustedError
+from megacore.hardware import Hardware
 from megacore.launch.exit_reason import write_reason
 from megacore.plan import advice
 from megacore.ranks import stages
@@ -62,6 +64,8 @@ def test_advice_without_a_gpu_omits_offloading() -> None:
         raise MemoryError
     assert "offload" not in str(caught.value)
     assert "by control groups" in str(caught.value)
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert ("by ulimit -v" in str(caught.value)) is not unlimited
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -77,6 +81,15 @@ def test_usage_on_a_gpu_is_its_memory() -> None:
         r"of ",
         message,
     )
+
+
+def test_advice_is_for_a_rank_with_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(advice, "memory_advice", lambda config, place, rank: f"host {place.host}")
+    attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
+    with pytest.raises(MemoryExhaustedError) as caught, attempt:
+        raise RuntimeError("CUDA error: out of memory")  # not of torch's allocator
+    assert str(caught.value).endswith(f"; host {Hardware.detect().memory // 2}")
 
 
 def test_failed_cpu_allocation_is_recognised() -> None:
