@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megacore.observe import heartbeat
 from megacore.observe.heartbeat import (
     Beat,
     Heartbeat,
@@ -67,6 +70,28 @@ def test_collectives_are_counted_and_the_last_one_is_remembered(tmp_path: Path) 
         "data-parallel wait",
     )
     assert not beat.waits
+    heartbeat.leave_phase("world wait")  # the phase around it, which is counted already
+    assert read(tmp_path).collectives == 2
+
+
+def test_a_process_is_here_on_its_host_and_in_its_namespace(tmp_path: Path) -> None:
+    Heartbeat(beat_path(tmp_path, 3))
+    beat = read(tmp_path)
+    assert beat.here
+    assert not replace(beat, host="another").here
+    assert not replace(beat, namespace=beat.namespace + 1).here
+
+
+def test_a_state_that_is_not_completely_written_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = Heartbeat(beat_path(tmp_path, 3))
+    beats.beat("forward-compute", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeat, "_NUMBER", SimpleNamespace(size=heartbeat._NUMBER.size))
+        with pytest.raises(AttributeError):
+            beats.beat("backward-compute", 2)  # ends before it writes the number
+    assert (read(tmp_path).phase, read(tmp_path).iteration) == ("forward-compute", 1)
 
 
 def test_a_long_phase_name_is_truncated(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.train.evaluate import Evaluation
-from megacore.train.stop import SIGNALS, StopRequest
+from megacore.train.stop import SIGNALS, StopLimits, StopRequest
 from tests._dist import run_distributed
 from tests.checkpoint._read import read_tensors
 from tests.train import _runs
@@ -392,6 +393,19 @@ def test_an_unreadable_stop_file_requests_no_stop(
     request.file.touch()
     monkeypatch.setattr("megacore.train.stop._LOOK_INTERVAL", 0.0)
     assert request.notices() == (False, False, True)
+
+
+def test_only_the_first_rank_watches_the_clock_and_the_stop_file(tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).touch()
+    limits = StopLimits(6, exit_duration_minutes=1.0)
+    for rank, late, seen in ((0, True, True), (1, False, False)):
+        request = StopRequest(limits, tmp_path, rank=rank, started=time.monotonic() - 60.0)
+        assert request.notices() == (False, late, seen)
+        request.remove_stop_file()
+        assert request.file.exists() is not seen
+        request.file.touch()
+    early = StopRequest(limits, tmp_path, rank=0, started=time.monotonic() - 30.0)
+    assert early.notices() == (False, False, True)
 
 
 def test_reason_with_the_least_time_takes_precedence() -> None:
