@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.engine.base import Update
-from megacore.observe.flops import TransformerShape
+from megacore.observe.flops import Peaks, TransformerShape
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
@@ -41,6 +41,31 @@ def test_rates_are_those_of_the_computed_iterations(monkeypatch: pytest.MonkeyPa
     assert (partial.tflops, partial.model_tflops) == (whole.tflops, whole.model_tflops)
 
 
+def test_report_has_rates_of_each_rank_and_excludes_all_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, device = _runs.config(), torch.device("cpu")
+    peaks = Peaks(measured=4.0, vendor=8.0)
+    shape = TransformerShape.of(config, 64)
+    meter = RateMeter(config, shape, Timers(device), ranks=2, peaks=peaks)
+    clock = iter([0.0, 1.0, 2.0, 3.0, 5.0, 9.0, 9.0])
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    meter.start(2, 16)
+    for _ in range(2):
+        with meter.paused():
+            pass
+    state = TrainState(5, 40, applied_iterations=1)
+    state.interval.add({"lm_loss": 2.0, "sop_loss": 0.5})
+    update = Update((2.0,) * 4, {"lm_loss": 2.0, "sop_loss": 0.5}, 1.0, True)
+    step, _ = meter.report(state, update, 1.0, device)
+    assert (step.ms_per_iteration, step.samples_per_second) == (2000.0, 4.0)
+    assert step.tokens_per_second_per_rank == 2.0 * _runs.SEQ_LENGTH
+    assert step.mfu == step.model_tflops / 8.0
+    assert step.mfu_measured == step.model_tflops / 4.0
+    assert step.lr == 0.5 * config.optim.lr  # two iterations of warmup
+    assert (step.lm_loss, step.further_losses) == (2.0, {"sop_loss": 0.5})
+
+
 def test_rank_that_computes_longer_than_its_peers_is_named_once_until_it_recovers() -> None:
     warnings: list[str] = []
     hosts = ["node-1"] * 4 + ["node-2"] * 4
@@ -62,6 +87,15 @@ def test_rank_that_computes_longer_than_its_peers_is_named_once_until_it_recover
     for _ in range(3):
         slow_ranks.look(throttled)
     assert len(warnings) == 2
+
+
+def test_slower_one_of_two_ranks_is_named_from_a_fifth_more() -> None:
+    for slow, named in ((119.0, 0), (121.0, 1)):
+        warnings: list[str] = []
+        slow_ranks = SlowRanks(RankLayout(data=2), ["node-1"] * 2, GPU, warnings.append)
+        for _ in range(3):
+            slow_ranks.look([100.0, slow])
+        assert len(warnings) == named
 
 
 def train_with_a_slow_rank(data: Path, run_directory: Path) -> None:
