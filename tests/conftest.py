@@ -126,11 +126,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import all files without the garbage collector, which finds nothing there."""
+    """Import all files without the garbage collector, which finds nothing there.
+
+    Later collections need not look through the imported modules and collected tests, which stay.
+    """
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
