@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
+from megacore.artifact.files import access_error, temporary_of
 from megacore.errors import ConfigError, MegacoreError
 from megacore.paths import exists, is_dir, is_file, is_symlink
 
@@ -66,7 +67,7 @@ def check_output_file(path: Path, option: str) -> None:
     """Raise ConfigError if the file that an option names cannot be written for its place.
 
     A file replaces what is there, and must not replace a device, a pipe, or a link such as
-    /dev/stdout.
+    /dev/stdout. Raises FileAccessError if the disk fails.
     """
     if is_dir(path):
         raise ConfigError(f"{option} is {path}, which is a directory: give a file")
@@ -76,6 +77,14 @@ def check_output_file(path: Path, option: str) -> None:
     parent = path.absolute().parent
     if not is_dir(parent):
         raise ConfigError(f"{option} is {path}, but {parent} is no directory: make it first")
+    temporary = temporary_of(path)  # permissions do not say it, as in /proc
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600))
+        temporary.unlink()
+    except OSError as error:
+        raise access_error(error, path) or ConfigError(
+            f"{option} is {path}, which cannot be written ({error.strerror}): give another file"
+        ) from error
 
 
 def refuse_sealed(output: Path, option: str) -> None:

@@ -9,7 +9,6 @@ import typer
 from megacore.cli._options import check_output_file
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError
-from megacore.paths import is_dir
 
 if TYPE_CHECKING:
     from megacore.config import RunConfig
@@ -131,11 +130,7 @@ def _calibrate(file: Path | None, workspace: Path | None, others: list[str]) -> 
             "of them out"
         )
     path = file or HARDWARE_DIR / LOCAL_FILE
-    if not is_dir(path.absolute().parent):
-        raise ConfigError(
-            f"the hardware file is {path}, and its directory does not exist: make it, or name "
-            "another file"
-        )
+    check_output_file(path, "the hardware file")
     machine = calibrate(path, Workspace.of(workspace).root)
     rates = ", ".join(f"{name} {rate:.4g} TFLOP/s" for name, rate in machine.tflops.items())
     sys.stdout.write(

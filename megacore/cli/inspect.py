@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megacore.cli._options import check_output_file
 from megacore.cli._terminal import write_json_text, write_line
 from megacore.errors import ConfigError
 from megacore.paths import exists, is_dir
@@ -171,6 +172,7 @@ def _tokens(
 
     if histogram is not None:
         check_drawable(histogram, "--histogram")
+        check_output_file(histogram, "--histogram")
     prefixes = find_prefixes(
         path,
         "the path of token files without .bin/.idx, or the directory of token files or index maps",

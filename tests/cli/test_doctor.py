@@ -96,6 +96,13 @@ def test_the_documented_commands_have_the_ranks_of_the_hostfile(
         (["--tokens", "t"], "give --vocab-size too"),
         (["--vocab-size", "5"], "--vocab-size is 5, and is only for --tokens"),
         (["--output", "/"], "--output is /, which is a directory: give a file"),
+        (
+            ["--output", "/proc/o.json"],
+            "--output is /proc/o.json, which cannot be written (No such file or directory): give "
+            "another file",
+        ),
+        (["--calibrate", "/proc/h.yaml"], "the hardware file is /proc/h.yaml, which cannot be"),
+        (["--calibrate", "no/h.yaml"], "no is no directory: make it first"),
         (["--hostfile", "nowhere"], "hostfile nowhere cannot be read"),
     ],
 )

@@ -166,3 +166,4 @@ def test_an_output_that_would_replace_a_device_or_a_pipe_is_refused(tmp_path: Pa
             check_output_file(path, "--output")
     check_output_file(tmp_path / "new", "--output")
     check_output_file(tmp_path / "link", "--output")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

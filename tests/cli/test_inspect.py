@@ -141,9 +141,10 @@ def test_the_histogram_is_written(tmp_path: Path) -> None:
     shown = output("inspect", prefix, "--histogram", tmp_path / "a.svg")
     assert f"wrote {tmp_path / 'a.svg'}" in shown
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
-    result = run("inspect", prefix, "--histogram", tmp_path / "a.gif")
-    assert isinstance(result.exception, ConfigError)
-    assert not result.output
+    for refused in (tmp_path / "a.gif", "/proc/a.svg"):
+        result = run("inspect", prefix, "--histogram", refused)
+        assert isinstance(result.exception, ConfigError)
+        assert not result.output
 
 
 def test_a_sample_is_traced_to_its_source_lines(corpus: Corpus, index: Path) -> None:
