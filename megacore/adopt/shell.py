@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,6 +199,8 @@ class _Reader:
         self.steps = 0
         self.integers: set[str] = set()
         """Variables of `declare -i`, whose assignments are arithmetic."""
+        self.input: Word | None = None
+        """Here-document of the command that is walked over."""
         self.local: list[dict[str, Value | None]] = []
         """Values that the local variables of the running functions had before, innermost last."""
 
@@ -490,9 +493,11 @@ class _Reader:
         """Walk over a command, and keep the text of a file that it writes."""
         body = node.child_by_field_name("body")
         target, document = None, None
+        here: Word | None = None
         for redirect in node.children_by_field_name("redirect"):
             if redirect.type == "heredoc_redirect":
-                document = self._heredoc(redirect)
+                here = self._heredoc(redirect)
+                document = None if here is None else here.text
                 inner = redirect.children_by_field_name("redirect")
             else:
                 inner = [redirect]
@@ -506,18 +511,20 @@ class _Reader:
                 _Reader(self.script, self.path, self.variables.copy(), self.depth + 1).run(document)
                 return
             document = self._output(body) if document is None else document
+            self.input = here if body.type == "command" else None
             self._statement(body)
+            self.input = None
         if target is not None and document is not None:
             self.variables.files[Path(target).name] = document
 
-    def _heredoc(self, redirect: "Node") -> str | None:
+    def _heredoc(self, redirect: "Node") -> Word | None:
         parts = {child.type: child for child in redirect.children}
         start, body = parts.get("heredoc_start"), parts.get("heredoc_body")
         if start is None or body is None:
             return None
         text = source_of(body)
         if "'" in source_of(start) or '"' in source_of(start):
-            return show_placeholders(text)
+            return self.expander.plain_document(text, body.start_point[0] + 1)
         return self.expander.document(text, body.start_point[0] + 1)
 
     def _output(self, body: "Node") -> str | None:
@@ -575,15 +582,29 @@ class _Reader:
         ]
 
     def _read(self, node: "Node", prefixes: "list[Node]") -> None:
-        """Set the variables of `read A B <<< TEXT` and `read -a ARRAY <<< TEXT`."""
-        text: Word | None = None
+        """Set the variables of `read A B <<< TEXT`, `read -a ARRAY <<< TEXT` and of here-documents.
+
+        Of a here-document `read -d '' A` takes the whole, and others take the first line.
+        """
+        text = self.input
         for child in node.named_children:
             if child.type == "herestring_redirect":
                 text = self.expander.one(source_of(child)[3:].strip(), child.start_point[0] + 1)
         words = [word.text for word in self._words(node)][1:]
+        whole = any(re.fullmatch(r"-r?d", word) and not end for word, end in pairwise(words))
+        if whole:
+            words = [word for word in words if word not in ("", "-d", "-rd")]
         names = [word for word in words if not word.startswith("-")]
         if text is None or not names:
             return
+        is_array = any(word.startswith("-") and "a" in word for word in words)
+        if whole and len(names) == 1 and not is_array:
+            keeps = any(source_of(each) == "IFS=" for each in prefixes)
+            self.variables.values[names[0]] = text if keeps else text.stripped()
+            return
+        if text is self.input and not whole:
+            first_line = takewhile(lambda part: part.place == text.place, text.parts)
+            text = Word(tuple(first_line))
         if any(re.fullmatch(r"-[aers]+", word) is None for word in words if word[:1] == "-"):
             self._unread(node)
         signs = "".join(source_of(each)[4:] for each in prefixes if source_of(each)[:4] == "IFS=")
@@ -594,7 +615,7 @@ class _Reader:
             parts = [replace(part, text=part.text.replace(signs, " ")) for part in text.parts]
             text = Word(tuple(parts))
         fields = list(text.fields())
-        if any(word.startswith("-") and "a" in word for word in words):
+        if is_array:
             self.variables.values[names[0]] = [*fields]
             return
         space = Part(signs or " ", text.place)

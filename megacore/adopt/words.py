@@ -8,7 +8,7 @@ import fnmatch
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megacore.adopt.rules import Place
 
@@ -31,11 +31,16 @@ _OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Gt: operator.gt,
     ast.Lt: operator.lt,
     ast.GtE: operator.ge,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
     ast.LtE: operator.le,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
 _LARGEST = 2**63
+_MOST_NUMBERS = 1000
+"""Most numbers of `seq`, as of rounds of a loop."""
+_TERNARY = re.compile(r"([^?]*)\?([^?:]*):(.*)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 """Characters after a backslash in `$'…'`; others stay as they are written."""
 PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>")
@@ -85,6 +90,16 @@ class Word:
     def unknown(self) -> bool:
         """True if a part has no value."""
         return any(part.unknown or OPENING in part.text for part in self.parts)
+
+    def stripped(self) -> "Word":
+        """Return the word without the white space at both ends."""
+        known = [at for at, part in enumerate(self.parts) if part.unknown or part.text.strip()]
+        if not known:
+            return Word((replace(self.parts[0], text=""),))
+        parts = list(self.parts[known[0] : known[-1] + 1])
+        parts[0] = replace(parts[0], text=parts[0].text.lstrip())
+        parts[-1] = replace(parts[-1], text=parts[-1].text.rstrip())
+        return Word(tuple(parts))
 
     def fields(self) -> Iterator["Word"]:
         """Yield the words that an unquoted expansion gives, divided at white space."""
@@ -155,9 +170,13 @@ class Expander:
             parts += [space if piece is None else piece for piece, _ in pieces]
         return Word(tuple(parts) or (Part("", Place(self.file, line)),))
 
-    def document(self, text: str, line: int) -> str:
-        """Return the text of a here-document."""
-        return Word(tuple(self._quoted(text, line))).text
+    def document(self, text: str, line: int) -> Word:
+        """Return the text of a here-document as one word."""
+        return Word(tuple(self._quoted(text, line)) or (Part("", Place(self.file, line)),))
+
+    def plain_document(self, text: str, line: int) -> Word:
+        """Return the text of a here-document whose end is quoted, so that nothing is expanded."""
+        return Word(tuple(_lines(text, line, self.file)) or (Part("", Place(self.file, line)),))
 
     def again(self, word: Word) -> list[Word]:
         """Return the words of a text that bash reads a second time, as `eval` and `sh -c` do."""
@@ -383,7 +402,11 @@ class Expander:
             return [] if absent else self._pieces(rest.lstrip(":")[1:], place)
         if rest.startswith((":?", "?")) or value is None or value.unknown:
             return self._variable(name, text, place)
-        changed = _changed(value.text, rest)
+        if rest.startswith(":") and name not in ("@", "*"):
+            bounds = [self.number(bound or "0") for bound in rest[1:].split(":")]
+            changed = _substring(value.text, bounds)
+        else:
+            changed = _changed(value.text, rest)
         return [(_unknown(text, place) if changed is None else Part(changed, place), False)]
 
     def _variable(self, name: str, text: str, place: Place) -> "list[_Piece]":
@@ -439,7 +462,7 @@ class Expander:
         return pieces
 
     def _command(self, text: str, place: Place) -> Part:
-        """Return the output of the few commands whose output is known: pwd, dirname, realpath."""
+        """Return the output of the few commands whose output is known, such as pwd and seq."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
         words = self.words(inner, place.line)
         names = [word.text for word in words]
@@ -452,6 +475,8 @@ class Expander:
             return Part(names[-1], place)
         if names[:1] == ["basename"] and len(names) == 2 and not words[1].unknown:
             return Part(names[1].rpartition("/")[2], place)
+        if names[:1] == ["seq"] and (numbers := _sequence(names[1:])) is not None:
+            return Part("\n".join(map(str, numbers)), place)
         if names[:1] == ["echo"] and not any(word.unknown for word in words):
             plain = [name for name in names[1:] if name not in ("-n", "-e")]
             if not any(each in ("|", "||", "&&") or each.endswith(";") for each in plain):
@@ -460,11 +485,16 @@ class Expander:
 
     def number(self, text: str) -> int | None:
         """Return the value of an arithmetic expression; None if it has no value or is too large."""
+        choice = _TERNARY.fullmatch(text)
+        if choice is not None and choice[1].count("(") == choice[1].count(")"):
+            condition = self.number(choice[1])
+            return None if condition is None else self.number(choice[2 if condition else 3])
         names = re.sub(r"(?<![\w$}{])(?<!\{[#!])([A-Za-z_]\w*)", r"$\1", text)
         if re.search(r"\d#", text):  # a base, as in 10#08
             return None
         word = self.one(f'"{names}"', 0)
-        plain = word.text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
+        octal = re.sub(r"\b0+([0-7]+)\b", r"0o\1", word.text)
+        plain = octal.replace("&&", " and ").replace("||", " or ").replace("/", "//")
         if word.unknown:
             return None
         try:
@@ -532,6 +562,28 @@ def _changed(text: str, rest: str) -> str | None:
     return None
 
 
+def _substring(text: str, bounds: list[int | None]) -> str | None:
+    """Return the part of `${NAME:FIRST:LENGTH}`; None if bash refuses it or a bound is unknown."""
+    first, length = bounds[0], bounds[1] if len(bounds) == 2 else len(text)
+    if first is None or length is None or len(bounds) > 2:
+        return None
+    first += len(text) if first < 0 else 0
+    if not 0 <= first <= len(text):
+        return ""
+    end = first + length if length >= 0 else len(text) + length
+    return None if end < first else text[first:end]
+
+
+def _sequence(bounds: list[str]) -> range | None:
+    """Return the integers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`."""
+    if not 1 <= len(bounds) <= 3 or any(re.fullmatch(r"-?\d+", each) is None for each in bounds):
+        return None
+    first, last = int(bounds[0]) if len(bounds) > 1 else 1, int(bounds[-1])
+    step = int(bounds[1]) if len(bounds) == 3 else 1
+    numbers = range(first, last + (1 if step > 0 else -1), step) if step else None
+    return None if numbers is None or len(numbers) > _MOST_NUMBERS else numbers
+
+
 def _calculate(node: ast.AST) -> int:
     """Return the value of integers, arithmetic and comparisons. Raises ValueError for others."""
     match node:
@@ -539,7 +591,8 @@ def _calculate(node: ast.AST) -> int:
             result = int(value)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             first, second = _calculate(left), _calculate(right)
-            if isinstance(op, ast.Pow) and (second > 64 or second < 0):
+            most = {ast.Pow: 64, ast.LShift: 63, ast.RShift: 63}.get(type(op))
+            if most is not None and not 0 <= second <= most:
                 raise ValueError(second)
             result = int(_OPERATORS[type(op)](first, second))
         case ast.UnaryOp(op=unary, operand=operand) if type(unary) in _OPERATORS:
