@@ -31,6 +31,10 @@ _ZERO = Joint("it decides ZeRO")
 _PRECISION = Joint("it decides the precision")
 
 _COMMUNICATION = NoEffect("it changes when ranks communicate, not what; it is always done here")
+_CHECKED = NoEffect(
+    "what is computed again is decided by train.loss_spike_factor, train.loss_spike_action and "
+    "train.nonfinite_action"
+)
 _FORMAT = NoEffect("checkpoints have one form, which any layout loads")
 _FOR_EXPERTS = NoEffect("it is for experts, of which there are none without --num-experts")
 
@@ -312,7 +316,11 @@ PARALLEL: dict[str, Rule] = {
         "offload in the engine native", "engine deepspeed with offload_optimizer cpu"
     ),
     "--DDP-impl": NoEffect("gradients are summed in buckets that overlap the backward pass"),
-    "--ddp-bucket-size": NoEffect("the size of buckets is parallel.grad_reduce_bucket_mb"),
+    "--ddp-bucket-size": To(
+        "parallel.grad_reduce_bucket_mb", lambda text: positive(text) * 4 / 2**20
+    ),
+    "--check-for-spiky-loss": _CHECKED,
+    "--rerun-mode": _CHECKED,
     "--distributed-backend": NoEffect("it is nccl with GPUs, gloo without"),
     "--distributed-timeout-minutes": NoEffect("launch.stall_limit ends a job without progress"),
     "--local-rank": ONLY_PROCESSES,
@@ -478,7 +486,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"cross-entropy).*(fusion|norm|impl).*|--(use-flash-attn|use-fused|attention-backend|"
         r"flash-decode|manual-gc|empty-unused|cuda-graph|enable-cuda-graph|external-cuda-graph|"
         r"te-rng-tracker|use-te-rng|cpu-offloading|fine-grained|use-precision-aware|main-grads-dtype|"
-        r"no-check-for-nan|check-for|rerun-mode|error-injection|gc-|use-transformer-engine-op|"
+        r"no-check-for-nan|check-for|error-injection|gc-|use-transformer-engine-op|"
         r"batch-invariant|force-balance|squared-relu-fusion).*",
         ONLY_SPEED,
     ),

@@ -81,6 +81,8 @@ def adopt(
     if run:
         _run(target, result.draft)
     else:
+        if result.draft.questions:
+            sys.stdout.write(f"first answer the questions marked with ? in {target}, then\n")
         sys.stdout.write(next_commands(target))
     if refused:
         raise AdoptionError(f"{features} and not in {target}")

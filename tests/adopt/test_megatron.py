@@ -358,5 +358,17 @@ def test_a_limit_of_zero_ends_no_run(tmp_path: Path) -> None:
     assert (train.exit_interval, train.exit_duration_minutes) == (None, None)
 
 
+def test_buckets_of_gradients_are_counted_in_fp32(tmp_path: Path) -> None:
+    assert config(tmp_path, "--ddp-bucket-size 40960000").parallel.grad_reduce_bucket_mb == 156.25
+
+
+def test_checks_of_losses_name_the_keys_that_decide_them(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--check-for-spiky-loss --rerun-mode disabled")
+    assert result.draft is not None
+    reasons = {setting.name: reason for setting, reason in result.draft.without_effect}
+    for flag in ("--check-for-spiky-loss", "--rerun-mode"):
+        assert "train.loss_spike_action" in reasons[flag]
+
+
 def test_an_interval_of_zero_saves_at_the_end_only(tmp_path: Path) -> None:
     assert config(tmp_path, "--save-interval 0").checkpoint.save_interval == 100

@@ -37,6 +37,16 @@ def test_a_script_becomes_a_file_and_a_report(here: Path) -> None:
     assert config.name == "my-run"
     assert config.data.blend is not None
     assert config.data.blend[0].source.prefix == "/data/web_text_document"  # type: ignore[union-attr]
+    assert "first answer the questions" not in result.output
+
+
+def test_a_file_with_questions_names_them_before_the_commands(here: Path) -> None:
+    Path("a.sh").write_text(MEGATRON)
+    result = run("a.sh")
+    assert result.exit_code == 0, result.output
+    remark = "first answer the questions marked with ? in a.yaml, then\ncheck it: "
+    assert remark in result.output
+    assert re.search(r": .*  # \? ", Path("a.yaml").read_text())
 
 
 def test_a_file_is_never_overwritten(here: Path) -> None:
