@@ -9,14 +9,16 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import typer
 from typer.core import TyperCommand
 
 from megacore.artifact.files import access_error, temporary_of
 from megacore.errors import ConfigError, MegacoreError
 from megacore.paths import exists, is_dir, is_file, is_symlink
 
+CheckpointOption = Annotated[Path | None, typer.Option("--checkpoint", help="the same as MODEL")]
 _OPTIONS = {
     "data.source.files": "--input",
     "data.source.key": "--json-key",
@@ -106,6 +108,17 @@ def refuse_sealed(output: Path, option: str) -> None:
                     f"{option} {output} is in {place}, whose {name} says that it is complete: "
                     f"give another {option}"
                 )
+
+
+def named_model(model: Path | None, checkpoint: Path | None, command: str) -> Path:
+    """Return the path of a command's model, given in one of two ways. Raises ConfigError."""
+    from megacore.observe.runs import named_directory
+
+    path = model or checkpoint
+    if path is None or (model is not None and checkpoint is not None):
+        count = "no model is named" if path is None else "MODEL and --checkpoint are both given"
+        raise ConfigError(f"{count}: name one, as in megacore {command} KEY")
+    return named_directory(path)
 
 
 def check_seed(seed: int) -> None:

@@ -52,7 +52,7 @@ def compare(
         typer.Option("--weights-only", help="leave the logits out: one tensor in memory at a time"),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="file for the report as JSON")
+        Path | None, typer.Option("--output", "--json", help="JSON file for the report")
     ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
@@ -74,7 +74,7 @@ def compare(
             raise ConfigError("--text is empty: give a text")
         check_seed(seed)
         if json_file is not None:
-            check_output_file(json_file, "--json")
+            check_output_file(json_file, "--output")
         options = Options(
             length=length,
             samples=samples,

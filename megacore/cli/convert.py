@@ -6,7 +6,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from megacore.cli._options import refuse_sealed
+from megacore.cli._options import CheckpointOption, named_model, refuse_sealed
 from megacore.cli._terminal import write_line
 from megacore.errors import ConfigError
 from megacore.paths import is_dir
@@ -91,15 +91,15 @@ def import_(
 
 
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Option(
-            "--checkpoint",
+    output: OutputOption,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
             help="checkpoint (iter_*), or a run (key, name or path), whose newest complete one is "
             "taken",
         ),
-    ],
-    output: OutputOption,
+    ] = None,
+    checkpoint: CheckpointOption = None,
     form: Annotated[
         str,
         typer.Option(
@@ -129,11 +129,11 @@ def export(
     os.environ.update(OFFLINE)
     from megacore.artifact.files import check_output
     from megacore.convert.ungated_export import export_core, export_hf, export_megatron, open_source
-    from megacore.observe.runs import named_directory
 
+    path = named_model(model, checkpoint, "export")
     refuse_sealed(output, "--output")
     check_output(output)
-    source = open_source(named_directory(checkpoint), tokenizer)
+    source = open_source(path, tokenizer)
     if form == "hf":
         export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     elif form == "torch_dist":

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from megacore.cli._options import check_output_file, check_seed
+from megacore.cli._options import (
+    CheckpointOption,
+    check_output_file,
+    check_seed,
+    named_model,
+)
 from megacore.cli._terminal import write_json_text, write_line, write_table
 from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 from megacore.observe.logging import short_number
@@ -18,14 +23,6 @@ if TYPE_CHECKING:
     from megacore.config.train import PasskeyConfig
     from megacore.tokenizer import Tokenizer
 
-CheckpointOption = Annotated[
-    Path,
-    typer.Option(
-        "--checkpoint",
-        help="a checkpoint (iter_*), a run (its newest is used) or an export: path or key, or the "
-        "run's name",
-    ),
-]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", help="directory with tokenizer.json; else the model's own"),
@@ -51,7 +48,14 @@ _FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "ranked_accuracy", "targ
 
 
 def evaluate(
-    checkpoint: CheckpointOption,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="a run (key, name or path), an export (key or path), a checkpoint (iter_*), or a "
+            "transformers directory"
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = None,
     wikitext: Annotated[
         Path | None, typer.Option(help="WikiText's test split, words divided by spaces")
     ] = None,
@@ -95,10 +99,10 @@ def evaluate(
     from megacore.config.train import ZeroShotConfig
     from megacore.convert import model_source
     from megacore.jobs.model import ZeroShotJob, places
-    from megacore.observe.runs import named_directory
     from megacore.ranks.stages import run_job
     from megacore.zeroshot.texts import check_passkeys, check_windows
 
+    path = named_model(model, checkpoint, "evaluate")
     passkeys = _passkey_config(
         lengths=passkey,
         depths=passkey_depth,
@@ -107,7 +111,7 @@ def evaluate(
         seed=passkey_seed,
     )
     _check_score_files(wikitext, lambada, overlapping_eval, output, passkey=bool(passkey))
-    source = model_source.find_model(named_directory(checkpoint))
+    source = model_source.find_model(path)
     model_source.require_family(source, ("gpt",), "megacore evaluate")
     model_tokenizer = model_source.find_tokenizer(source, tokenizer)
     check_passkeys(model_tokenizer, passkeys, source.spec.max_position_embeddings)
@@ -205,7 +209,7 @@ def _cells_of(measures: dict[str, Any]) -> dict[str, float]:
 
 def generate(
     model: ModelArgument = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="the same as MODEL")] = None,
+    checkpoint: CheckpointOption = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="text to continue; several are allowed")
     ] = None,
@@ -246,7 +250,7 @@ def generate(
 
     check_seed(seed)
     options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-    path = _model_path(model, checkpoint)
+    path = named_model(model, checkpoint, "generate")
     _check_interactive(interactive, prompt, prompt_file, as_json, tensor_model_parallel_size)
     texts = _prompts(prompt or [], prompt_file, required=not interactive)
     try:
@@ -291,17 +295,6 @@ def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
         job = GenerateJob(**fields, **places(scratch))
         report = run_job("megacore.ranks.generate", job, scratch)
     return report["continuations"]  # type: ignore[no-any-return]
-
-
-def _model_path(model: Path | None, checkpoint: Path | None) -> Path:
-    """Return the path of the model, given in one of two ways. Raises ConfigError."""
-    from megacore.observe.runs import named_directory
-
-    path = model or checkpoint
-    if path is None or (model is not None and checkpoint is not None):
-        count = "no model is named" if path is None else "MODEL and --checkpoint are both given"
-        raise ConfigError(f"{count}: name one, as in megacore generate KEY")
-    return named_directory(path)
 
 
 def _check_interactive(

@@ -62,8 +62,8 @@ def test_only_the_weights_are_compared_on_request(model: Path, tmp_path: Path) -
         (["MODEL", "MODEL", "--text", "words"], "neither model comes with a tokenizer"),
         (["MODEL", "MODEL", "--text", ""], "--text is empty: give a text"),
         (["MODEL", "MODEL", "--seed", str(2**64)], f"--seed is {2**64}: give one of -"),
-        (["MODEL", "MODEL", "--json", "no/x.json"], "--json is no/x.json, but"),
-        (["MODEL", "MODEL", "--json", "/"], "--json is /, which is a directory: give a file"),
+        (["MODEL", "MODEL", "--json", "no/x.json"], "--output is no/x.json, but"),
+        (["MODEL", "MODEL", "--output", "/"], "--output is /, which is a directory: give a file"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_2(

@@ -13,7 +13,7 @@ from megacore.cli.curate import curate
 from megacore.cli.index import index
 from megacore.cli.tokenize import tokenize
 from megacore.config.data import DataConfig
-from megacore.errors import DataFormatError
+from megacore.errors import ConfigError, DataFormatError
 
 
 def test_configuration_keys_are_replaced_by_options() -> None:
@@ -54,6 +54,28 @@ def test_each_command_has_both_options_of_help(command: list[str]) -> None:
     assert short.exit_code == 0
     assert short.output == long.output
     assert "Usage:" in short.output
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export"])
+def test_a_model_is_given_in_one_of_two_ways(command: str) -> None:
+    output = ["--output", "new"] if command == "export" else []
+    for model in (["no/model"], ["--checkpoint", "no/model"]):
+        result = CliRunner().invoke(
+            app, [command, *model, "--tokenizer", "t", *output, *_more(command)]
+        )
+        assert "no/model" in str(result.exception), result.output
+    for model, words in (
+        ([], "no model is named"),
+        (["a", "--checkpoint", "b"], "MODEL and --checkpoint are both given"),
+    ):
+        result = CliRunner().invoke(app, [command, *model, *output, *_more(command)])
+        assert isinstance(result.exception, ConfigError)
+        assert f"{words}: name one, as in megacore {command} KEY" in str(result.exception)
+
+
+def _more(command: str) -> list[str]:
+    """Return the options without which a command is refused."""
+    return {"generate": ["--prompt", "a"], "evaluate": ["--passkey", "64"], "export": []}[command]
 
 
 @pytest.mark.parametrize(
