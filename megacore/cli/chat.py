@@ -83,9 +83,9 @@ class CheckpointWriter:
 
 
 def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
-    """Load a model that only transformers generates with; None if `path` holds no such model.
+    """Load a model that only transformers generates with; None if `path` is none of transformers.
 
-    Raises ConversionError.
+    Raises ConversionError, also for a model that generates no text, such as a classifier.
     """
     from megacore.convert.model_source import transformers_directory
     from megacore.ranks.rank import OFFLINE
@@ -94,9 +94,10 @@ def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
     if directory is None:
         return None
     os.environ.update(OFFLINE)
-    from megacore.convert.hf.generate import TransformersWriter, generates_text
+    from megacore.convert.hf.generate import TransformersWriter, check_generates_text
 
-    return TransformersWriter(directory, options) if generates_text(directory) else None
+    check_generates_text(directory)
+    return TransformersWriter(directory, options)
 
 
 def write_all(writer: Writer, texts: Sequence[str]) -> None:

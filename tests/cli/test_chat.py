@@ -15,7 +15,7 @@ import torch
 
 from megacore.cli.chat import CheckpointWriter, chat, transformers_writer, write_all
 from megacore.convert.model_source import find_model, find_tokenizer
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, ConversionError
 from megacore.generate.generate import generate
 from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions
@@ -139,6 +139,16 @@ def test_seq2seq_model_of_transformers_answers_like_its_own_generation(
     with pytest.raises(ConfigError, match="the text has 101 tokens and the model 64 positions"):
         writer.write("cat " * 100, pieces.append)
     assert transformers_writer(tmp_path, GenerateOptions()) is None
+
+
+def test_a_classifier_is_named_as_a_model_that_generates_no_text(tmp_path: Path) -> None:
+    values = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    result = run("generate", tmp_path, "--prompt", "a")
+    assert isinstance(result.exception, ConversionError)
+    assert "a model of BertForSequenceClassification, which generates no text" in str(
+        result.exception
+    )
 
 
 def test_terminal_has_a_prompt_and_ctrl_c_stops_only_the_answer(files: Files) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.tokenizers import missing_end
-from megacore.errors import ConfigError, one_line
+from megacore.errors import ConfigError, ConversionError, one_line
 from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions
 from megacore.tokenizer.load import IncrementalText
@@ -17,10 +17,14 @@ _GENERATING = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel")
 """Endings of the names of transformers classes that generate text."""
 
 
-def generates_text(directory: Path) -> bool:
-    """Return True if the model's class in `config.json` generates text."""
-    architectures = HfConfig.read(directory).optional("architectures", list) or [""]
-    return str(architectures[0]).endswith(_GENERATING)
+def check_generates_text(directory: Path) -> None:
+    """Raise ConversionError unless the model's class in `config.json` generates text."""
+    architectures = HfConfig.read(directory).optional("architectures", list) or ["no named class"]
+    if not str(architectures[0]).endswith(_GENERATING):
+        raise ConversionError(
+            f"{directory} holds a model of {architectures[0]}, which generates no text: give a "
+            "model that does, or run this one with transformers' pipeline"
+        )
 
 
 class TransformersWriter:
