@@ -46,7 +46,10 @@ def adopt(
     ] = None,
     program: Annotated[
         str | None,
-        typer.Option(help="program that the files are for, where that cannot be detected"),
+        typer.Option(
+            help="megatron, megatron-deepspeed, neox, nanotron, accelerate or deepspeed, where the "
+            "files do not say which one reads them"
+        ),
     ] = None,
 ) -> None:
     """Write one commented configuration from the files of another program's run.

@@ -42,21 +42,26 @@ def index(
         list[str] | None, typer.Option(help="the same, for the train split only")
     ] = None,
     valid_data_prefix: Annotated[
-        list[str] | None, typer.Option(help="… for the validation split")
+        list[str] | None, typer.Option(help="the same, for the validation split only")
     ] = None,
-    test_data_prefix: Annotated[list[str] | None, typer.Option(help="… for the test split")] = None,
+    test_data_prefix: Annotated[
+        list[str] | None, typer.Option(help="the same, for the test split only")
+    ] = None,
     split: Annotated[
-        str | None, typer.Option(help="weights of train, validation and test (969,30,1)")
+        str | None, typer.Option(help="weights of train, validation and test; default 969,30,1")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the shuffles")] = 1234,
     train_samples: Annotated[
-        int | None, typer.Option(min=0, help="default: as many as one epoch has")
+        int | None,
+        typer.Option(min=0, help="samples of the train split; default: those of one epoch"),
     ] = None,
     valid_samples: Annotated[
-        int | None, typer.Option(min=0, help="default: as many as one epoch has")
+        int | None,
+        typer.Option(min=0, help="samples of the validation split; default: those of one epoch"),
     ] = None,
     test_samples: Annotated[
-        int | None, typer.Option(min=0, help="default: as many as one epoch has")
+        int | None,
+        typer.Option(min=0, help="samples of the test split; default: those of one epoch"),
     ] = None,
     kind: Annotated[
         Literal["gpt", "bert", "t5"],

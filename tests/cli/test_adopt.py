@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import megacore
+from megacore.adopt.read import PROGRAMS
 from megacore.cli import app
 from megacore.config import load_config
 from megacore.errors import AdoptionError, ConfigError
@@ -38,6 +40,14 @@ def test_a_script_becomes_a_file_and_a_report(here: Path) -> None:
     assert config.data.blend is not None
     assert config.data.blend[0].source.prefix == "/data/web_text_document"  # type: ignore[union-attr]
     assert "first answer the questions" not in result.output
+
+
+def test_the_help_lists_all_programs() -> None:
+    (option,) = (
+        each for each in get_command(app).commands["adopt"].params if each.name == "program"
+    )
+    assert option.help is not None
+    assert all(program in option.help for program in PROGRAMS)
 
 
 def test_a_file_with_questions_names_them_before_the_commands(here: Path) -> None:
