@@ -603,7 +603,8 @@ class _Reader:
             self.variables.values[names[0]] = text if keeps else text.stripped()
             return
         if text is self.input and not whole:
-            first_line = takewhile(lambda part: part.place == text.place, text.parts)
+            first_place = text.place
+            first_line = takewhile(lambda part: part.place == first_place, text.parts)
             text = Word(tuple(first_line))
         if any(re.fullmatch(r"-[aers]+", word) is None for word in words if word[:1] == "-"):
             self._unread(node)
