@@ -143,12 +143,13 @@ class RunCheckpoints:
             self._report_deleted(self._ranks.on_first(partial(self._saver.retain, path)))
         elif configured is not None:
             path = Path(configured)
+            self._check(path)
             with reading(path):
-                self._check(path)
                 self._load(path, state, another_run=True)
             self._begun_at[state.iteration] = path
         elif self._config.train.pretrained_checkpoint is not None:
             first = Path(self._config.train.pretrained_checkpoint)
+            self._check(first, extends=True)
             with reading(first):
                 self._begin_with(first)
         return path
@@ -239,7 +240,11 @@ class RunCheckpoints:
         self._report_checkpoint(path, marker, consumed)
 
     def _check(self, path: Path, *, extends: bool = False) -> None:
-        """Refuse a damaged checkpoint and one of another model, on all ranks."""
+        """Refuse a damaged checkpoint and one of another model, on all ranks.
+
+        It comes before a rank's own errors: one that is missing on one host would leave the others
+        waiting.
+        """
         verify_together(path, self._ranks, progress=self._beat_load)
         self._ranks.on_first(
             lambda: check_same_model(path, read_spec(path), self._spec, extends=extends)
@@ -331,7 +336,6 @@ class RunCheckpoints:
 
         The optimizer starts from its initial state.
         """
-        self._check(path, extends=True)
         weights = {
             name: tensor
             for name, tensor in self._engine.tensors().items()

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacore.checkpoint.format import read_state
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import read_spec
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, LaunchError
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
 from tests._dist import run_distributed, still_alive
@@ -48,13 +49,29 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def train_in_all_layouts(data: Path, imported: Path, root: Path) -> None:
+def train_in_all_layouts(data: Path, imported: Path, root: Path) -> list[str]:
+    """Train from the weights in each layout, then with ones that rank 1 does not have.
+
+    Returns the errors of the latter.
+    """
     for name, parallel in LAYOUTS.items():
         for precision in ("fp32", "bf16"):
             still_alive()
             _runs.train(
                 config(imported, parallel, precision=precision), data, root / name / precision
             )
+    path = imported if dist.get_rank() == 0 else imported.with_name("iter_0000009")
+    errors = []
+    other_run = _runs.config(resume={"checkpoint": str(path)}).resume
+    for run in (
+        config(path, LAYOUTS["dp2"]),
+        config(None, LAYOUTS["dp2"]).model_copy(update={"resume": other_run}),
+    ):
+        still_alive()
+        with pytest.raises(LaunchError) as caught:
+            _runs.train(run, data, root / "missing")
+        errors.append(str(caught.value))
+    return errors
 
 
 def first_loss(run_directory: Path) -> float:
@@ -91,7 +108,7 @@ def test_run_starts_with_the_weights_and_a_fresh_optimizer(
 def test_layouts_and_precisions_start_with_the_same_losses(
     data: Path, imported: Path, serial: Path, tmp_path: Path
 ) -> None:
-    run_distributed(2, train_in_all_layouts, data, imported, tmp_path)
+    errors = run_distributed(2, train_in_all_layouts, data, imported, tmp_path)
     for name in LAYOUTS:
         assert _runs.losses(tmp_path / name / "fp32") == pytest.approx(
             _runs.losses(serial), rel=1e-5
@@ -99,6 +116,7 @@ def test_layouts_and_precisions_start_with_the_same_losses(
         assert _runs.losses(tmp_path / name / "bf16") == pytest.approx(
             _runs.losses(serial), rel=1e-2
         )
+    assert all("is not on host " in error for of_rank in errors for error in of_rank)
 
 
 def test_resumed_run_keeps_its_own_weights(data: Path, imported: Path, tmp_path: Path) -> None:
