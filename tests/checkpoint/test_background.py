@@ -331,7 +331,7 @@ def test_a_failed_deletion_does_not_fail_the_save(
     original = shutil.rmtree
 
     def rmtree(path: Path, *args: Any, **options: Any) -> None:
-        if str(path).endswith("-deleted"):
+        if str(path).endswith(("-deleted", "-replaced")):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
         original(path, *args, **options)
 
