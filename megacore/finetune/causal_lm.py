@@ -10,8 +10,8 @@ import torch
 from megacore.config.finetune_task import LOSS, CausalLmConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, token_counts
-from megacore.finetune.metrics import perplexity
 from megacore.finetune.task import Batch, TransformersTask, padded, token_losses, without_labels
+from megacore.observe.logging import perplexity
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

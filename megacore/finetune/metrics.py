@@ -1,7 +1,6 @@
 """Metrics of fine-tuned models, and the table of generated texts that some are computed from."""
 
 import importlib.util
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,11 +97,6 @@ def text_metrics(
                 sums[name] += scores[name].fmeasure
         values |= {name: 100 * total / max(1, len(targets)) for name, total in sums.items()}
     return {name: values[name] for name in names}
-
-
-def perplexity(loss: float) -> float:
-    """Return the exponential of a mean loss per token."""
-    return math.exp(loss) if loss < math.log(1e300) else math.inf
 
 
 class Answer(NamedTuple):

@@ -19,7 +19,6 @@ from megacore.errors import ArtifactError, ConfigError
 from megacore.finetune.metrics import (
     check_installed,
     classification_metrics,
-    perplexity,
     read_answers,
     text_metrics,
     write_answers,
@@ -81,11 +80,6 @@ def test_rouge_lsum_compares_sentences_in_any_order() -> None:
     written, target = "A cat sat. Two dogs ran.", "Two dogs ran. A cat sat."
     metrics = text_metrics(["rougeL", "rougeLsum"], [written], [target], SPLIT)
     assert metrics == pytest.approx({"rougeL": 50.0, "rougeLsum": 100.0})
-
-
-def test_perplexity_of_a_large_loss_is_infinite() -> None:
-    assert perplexity(math.log(40)) == pytest.approx(40)
-    assert perplexity(1e6) == math.inf
 
 
 def test_first_metric_selects_the_best_model(tmp_path: Path) -> None:
