@@ -221,8 +221,7 @@ class GradSync:
         return self.gradients[name]
 
     def zero(self) -> None:
-        """Start a new iteration with gradients of zero."""
-        self._collect_all()  # of an iteration without a `finish`
+        """Start a new iteration, after the `finish` of the last one, with gradients of zero."""
         torch._foreach_zero_(
             [bucket.reduced if bucket.buffer is None else bucket.buffer for bucket in self.buckets]
         )

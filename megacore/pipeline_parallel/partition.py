@@ -261,7 +261,7 @@ def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int)
             f"{name} has {len(sizes)} entries for parallel.pipeline_model_parallel_size {stages} x "
             f"parallel.virtual_pipeline_model_parallel_size {chunks} = {parts} chunks: give {parts}"
         )
-    if min((*sizes[:-1], sizes[-1] + (parts > 1))) < 1:
+    if min((*sizes[:-1], sizes[-1] + 1)) < 1:
         raise ParallelLayoutError(
             f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 only to the "
             "last, which has the head"
@@ -354,7 +354,7 @@ class _Problem:
         parts, total = stages * chunks, (sum(costs) + last) or 1.0
         extra, least = [0.0] * parts, [1] * parts
         extra[-1] += last / total
-        if last > 0 and parts > 1:
+        if last > 0:
             least[-1] = 0
         sums = tuple(accumulate((cost / total for cost in costs), initial=0.0))
         return cls(sums, stages, tuple(extra), tuple(least))
