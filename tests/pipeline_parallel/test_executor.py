@@ -1,5 +1,6 @@
 """The executor with stages that compute by hand."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.pipeline_parallel.executor import AHEAD, Executor
+from megacore.pipeline_parallel.executor import AHEAD, Executor, Mailbox, _tag
 from megacore.pipeline_parallel.schedules import (
     Direction,
     Pipeline,
@@ -214,14 +215,16 @@ class Recorded(Multiply):
 def calls_of(
     schedule: Schedule, stage: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, int]]:
-    """Return a stage's starts of passes, and its sends and receives with their tags, in order."""
+    """Return a stage's starts of passes, and its sends, receives and waits by tag, in order."""
     pipeline = Pipeline.of(schedule)
     calls: list[tuple[str, int]] = []
 
     def posted(kind: str) -> Any:
         def post(tensor: Tensor, *, tag: int, **_: Any) -> Any:
             calls.append((kind, tag))
-            return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+            return SimpleNamespace(
+                wait=lambda: calls.append((f"wait for {kind}", tag)), is_completed=lambda: False
+            )
 
         return post
 
@@ -246,7 +249,8 @@ def unfinished(calls: list[list[tuple[str, int]]], waits: Callable[[int, int], b
     """Return the stages that wait forever on GPUs.
 
     If `waits(stage, number)`, the start of a pass, the `number`-th of its kind, waits until all
-    messages posted before it have been transferred, which takes both sides. Nothing else waits.
+    messages posted before it have been transferred, which takes both sides. A stage also waits for
+    each message that a pass needs.
     """
     positions = [0] * len(calls)
     posted: list[set[int]] = [set() for _ in calls]
@@ -257,9 +261,15 @@ def unfinished(calls: list[list[tuple[str, int]]], waits: Callable[[int, int], b
             others = [tags for other, tags in enumerate(posted) if other != stage]
             while positions[stage] < len(own):
                 kind, number = own[positions[stage]]
-                if kind != "start":
+                sent = set().union(*others)
+                blocked = False
+                if kind in ("send", "receive"):
                     posted[stage].add(number)
-                elif waits(stage, number) and not posted[stage] <= set().union(*others):
+                elif kind == "wait for receive":
+                    blocked = number not in sent
+                elif kind == "start":
+                    blocked = waits(stage, number) and not posted[stage] <= sent
+                if blocked:
                     break
                 positions[stage] += 1
                 progress = True
@@ -293,6 +303,13 @@ def test_no_receive_is_posted_before_the_passes_that_it_depends_on(
 def test_receives_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of 1F1B, messages are transferred during the passes before they are needed."""
     calls = calls_of(build_schedule("1f1b", 3, 8), 1, AHEAD, monkeypatch)
+    assert posted_ahead(calls)[2:10] == [AHEAD] * 8
+    calls = calls_of(forward_only(2, 8), 1, AHEAD, monkeypatch)
+    assert posted_ahead(calls) == [AHEAD] * 6 + [1, 0]
+
+
+def posted_ahead(calls: list[tuple[str, int]]) -> list[int]:
+    """Return the number of receives that are posted for later passes at the start of each one."""
     posted = started = 0
     ahead = []
     for kind, _ in calls:
@@ -300,7 +317,16 @@ def test_receives_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         started += kind == "start"
         if kind == "start":
             ahead.append(posted - started)
-    assert ahead[2:10] == [AHEAD] * 8
+    return ahead
+
+
+def test_addresses_and_whole_messages_have_different_tags() -> None:
+    """gloo matches them by their tags: one that is taken for another has the wrong contents."""
+    schedule = build_schedule("1f1b", 2, 4, 2)
+    pipeline = Pipeline.of(schedule)
+    messages = [pipeline.send(stage, each) for stage in (0, 1) for each in schedule[stage]]
+    tags = [_tag(each, whole=whole) for each in messages if each for whole in (False, True)]
+    assert len(set(tags)) == len(tags) == 2 * 2 * 4 * 3
 
 
 def test_messages_in_transit_are_limited_and_all_are_waited_for(
@@ -328,3 +354,27 @@ def test_messages_in_transit_are_limited_and_all_are_waited_for(
         )
     assert counts == [1, 2, 3] + [4] * 22
     assert not in_transit
+
+
+def test_sent_messages_are_contiguous_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that waits for gradients has only the messages that are still in transit."""
+    messages: list[weakref.ref[Tensor]] = []
+
+    def send(tensor: Tensor, **_: Any) -> Any:
+        assert tensor.is_contiguous()
+        messages.append(weakref.ref(tensor))
+        number = len(messages)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: number < 4)
+
+    monkeypatch.setattr(dist, "isend", send)
+    mesh = ProcessMesh(channels=(None,) * 4)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    mailbox = Mailbox(mesh, (), lambda _: SHAPE, torch.float64, device)
+    pipeline, stage = Pipeline(2, 1), forward_only(2, 6)[0]
+    for each in stage:
+        message = pipeline.send(0, each)
+        assert message is not None
+        mailbox.send(message, torch.ones(SHAPE[::-1], dtype=torch.float64).T)
+    assert [message() is None for message in messages] == [True] * 3 + [False] * 3
+    mailbox.close()
+    assert [message() is None for message in messages] == [True] * 6
