@@ -9,7 +9,7 @@ from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.optim.adam import MainWeightAdamW, has_weight_decay
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.tensor_parallel.partition import Partition
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
@@ -129,6 +129,20 @@ def test_the_norm_covers_all_chunks_and_excludes_the_scale() -> None:
         float(expected), rel=1e-6
     )
     assert optimized.optimizer.grad_norm().dtype == torch.float32
+
+
+@pytest.mark.parametrize(("tensor_rank", "stage"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_one_rank_adds_what_several_hold_to_the_norm(tensor_rank: int, stage: int) -> None:
+    """`a.weight` is divided over tensor-parallel ranks, and two stages have `a.bias`."""
+    mesh = ProcessMesh(tensor_parallel=ParallelGroup(rank=tensor_rank, size=2, name="tensor"))
+    shared = {"a.bias": ParallelGroup(rank=stage, size=2, name="embedding")}
+    sync = GradSync(parameters(), mesh, ParallelConfig(), shared=shared)
+    partitions = {"a.weight": Partition(dim=0, rank=tensor_rank, size=2)}
+    optimizer = MainWeightAdamW([sync], CONFIG, torch.float32, partitions)
+    for number, name in enumerate(SHAPES):
+        sync.gradients[name].fill_(10.0**number)
+    expected = 24.0 + 600.0 * (tensor_rank == stage == 0) + 60_000.0 * (tensor_rank == 0)
+    assert float(optimizer.grad_norm() ** 2) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_non_finite_gradient_makes_the_norm_non_finite() -> None:

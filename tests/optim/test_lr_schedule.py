@@ -69,6 +69,11 @@ def test_decay_begins_at_the_first_step_without_warm_up() -> None:
     assert schedule.at(10) == 0.0
 
 
+def test_a_decay_may_end_with_the_warm_up() -> None:
+    schedule = LrSchedule(1e-3, 1e-4, 10, 10, "cosine")
+    assert [schedule.at(step) for step in (5, 10, 11)] == [5e-4, 1e-3, 1e-4]
+
+
 def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_minimum() -> None:
     schedule = LrSchedule(1e-3, 2e-4, 16, 10_000, "inverse-square-root")
     assert [schedule.at(step) for step in (16, 64, 100, 256)] == pytest.approx(

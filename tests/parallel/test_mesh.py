@@ -64,6 +64,7 @@ def test_a_layout_for_another_number_of_ranks_is_refused(two_ranks: list[dict[st
     [
         (RankLayout(data=8), ()),
         (RankLayout(data=2, pipeline=2, tensor=2), ((0, 1),)),
+        (RankLayout(data=2, pipeline=2, context=2), ()),
         (RankLayout(pipeline=4, tensor=2), ((0, 2), (0, 1, 2), (2, 3))),
     ],
 )
@@ -83,7 +84,7 @@ def test_a_rank_has_a_hardware_queue_for_each_of_its_streams(
         try:
             mesh = ProcessMesh.build(layout, shared_stages=shared, device_type="cuda")
             groups = [getattr(mesh, f"{axis}_parallel") for axis in mesh_module.AXES]
-            groups += [mesh.model_parallel, *mesh.copies.values()]
+            groups += [mesh.model_parallel, mesh.data_context_parallel, *mesh.copies.values()]
             used = {group.group for group in groups} | {*mesh.channels, dist.group.WORLD}
             streams.append(len(used - {None}) + 1)  # and that of the computation
         finally:

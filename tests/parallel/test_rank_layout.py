@@ -84,5 +84,8 @@ def test_ranks_that_do_not_divide_are_refused_with_the_numbers() -> None:
         ParallelLayoutError, match=r"10 ranks .* tensor 2 x pipeline 2 = 4 .* start 8 ranks"
     ):
         RankLayout.of_world(10, tensor=2, pipeline=2)
+    for world_size, pipeline in ((4, 0), (0, 2)):
+        with pytest.raises(ParallelLayoutError, match=f"{world_size} ranks .* pipeline {pipeline}"):
+            RankLayout.of_world(world_size, pipeline=pipeline)
     with pytest.raises(ParallelLayoutError, match="tensor parallel size is 0"):
         RankLayout(tensor=0)

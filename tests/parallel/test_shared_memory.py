@@ -58,6 +58,16 @@ def test_the_memory_has_no_name_and_a_replaced_file_is_closed() -> None:
     assert not any(os.path.exists(f"/proc/self/fd/{number}") for number in descriptors)
 
 
+def test_a_message_can_be_taken_after_the_end_of_the_senders_memory() -> None:
+    sender, receiver, received = MessageMemory(1), MessageMemory(1), torch.empty(4)
+    address = sender.put(DESTINATION, torch.ones(4))
+    assert address is not None
+    del sender
+    assert receiver.take(SOURCE, address, received)
+    assert received.tolist() == [1.0] * 4
+    os.close(int(address[1]))
+
+
 def test_a_file_of_another_process_is_not_mapped() -> None:
     sender = MessageMemory(1)
     address = sender.put(DESTINATION, torch.ones(4))

@@ -173,8 +173,10 @@ def chunks_with(
     *,
     layers: int = 6,
     recompute: str = "none",
+    recompute_num_layers: int | None = None,
 ) -> list[ModelChunk]:
-    config = tiny_config(num_layers=layers, train={"recompute": recompute})
+    train = {"recompute": recompute, "recompute_num_layers": recompute_num_layers}
+    config = tiny_config(num_layers=layers, train=train)
     values = {
         "pipeline_model_parallel_size": stages,
         "virtual_pipeline_model_parallel_size": chunks,
@@ -200,6 +202,9 @@ def test_layers_that_recompute_cost_more() -> None:
     # Their forward pass is computed twice: the head costs 0.92 of a layer.
     assert sizes_of(chunks_with(2, layers=4)) == (3, 1)
     assert sizes_of(chunks_with(2, layers=4, recompute="full")) == (2, 2)
+    # Of one layer in each chunk only, all chunks recompute as much.
+    some = chunks_with(2, layers=4, recompute="full", recompute_num_layers=1)
+    assert sizes_of(some) == (3, 1)
 
 
 def both_stacks(chunks: Sequence[ModelChunk]) -> list[tuple[int, int]]:
@@ -228,6 +233,15 @@ def test_two_stacks_are_divided_as_well_as_brute_force_does(
     loads[-1] += head
     assert max(loads) == pytest.approx(best)
     assert all((first == 0) != (second == 0) for first, second in sizes)
+
+
+def test_stages_of_two_stacks_are_even_among_equally_slow_divisions() -> None:
+    """The head's stage is the slowest for both splits: 11, after 3, 3, 1, 1 or 2, 2, 2, 1."""
+    assert both_stacks(t5_chunks(T5Stages(6, 3, 5), head_cost=10.0)) == [
+        *[(2, 0)] * 3,
+        (0, 2),
+        (0, 1),
+    ]
 
 
 def test_a_stage_of_t5_has_one_stack_and_the_first_of_each_embeds() -> None:
