@@ -153,7 +153,7 @@ class RankWatch:
         }
 
     def _stalls(self, beat: Beat, now: float) -> bool:
-        if self._stall_limit is None or self._is_finished(beat):
+        if self._stall_limit is None:
             return False
         limit = self._stall_limit + (0.0 if self._near(beat) else REMOTE_DELAY)
         return now - self._since[beat.rank][1] > limit

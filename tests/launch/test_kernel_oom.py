@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launch.watch import KillCounter, memory_text, oom_kills
+from megacore.launch.watch import RECENT, KillCounter, memory_text, oom_kills
 
 V1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
 
@@ -29,6 +29,7 @@ V1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
             6,
         ),
         ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "oom_kill 0\n"}, 0),
         (
             {
                 "proc/self/cgroup": V1,
@@ -56,7 +57,10 @@ def test_missing_count_never_rises(tmp_path: Path) -> None:
     assert not counter.rose
 
 
-@pytest.mark.parametrize(("counts", "rose"), [((1, 1), False), ((1, 2), True), ((1, None), False)])
+@pytest.mark.parametrize(
+    ("counts", "rose"),
+    [((1, 1), False), ((1, 2), True), ((1, None), False), ((None, 1), False)],
+)
 def test_counter_rises_only_with_a_higher_count(counts: Sequence[int | None], rose: bool) -> None:
     assert KillCounter(iter(counts).__next__).rose is rose
 
@@ -77,6 +81,24 @@ def test_a_kill_while_nothing_was_read_is_recent() -> None:
     counter = KillCounter(lambda: count, clock=lambda: now)
     now, count = 1500.0, 5
     counter.look()
+    assert counter.rose
+
+
+def test_a_kill_that_grew_old_since_the_last_reading_does_not_count() -> None:
+    now, counts = 1000.0, iter([4, 5, 5])
+    counter = KillCounter(counts.__next__, clock=lambda: now)
+    now += 1.0
+    counter.look()
+    now += RECENT
+    assert not counter.rose
+
+
+def test_a_count_that_cannot_be_read_for_a_moment_is_left_out() -> None:
+    now, counts = 1000.0, iter([4, None, 5])
+    counter = KillCounter(counts.__next__, clock=lambda: now)
+    now += 1.0
+    counter.look()
+    now += RECENT
     assert counter.rose
 
 

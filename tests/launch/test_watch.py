@@ -274,6 +274,68 @@ def test_time_without_looks_does_not_count_towards_a_stall(tmp_path: Path) -> No
     assert heartbeat.phase == "start"
 
 
+def test_a_lost_rank_and_the_absence_of_one_do_not_count_time_without_looks(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    absent = RankWatch(tmp_path / "absent", stall_limit=10.0, ranks=1, clock=clock)
+    write_beat_of_a_dead_process(tmp_path / "dead")
+    dead = RankWatch(tmp_path / "dead", stall_limit=600.0, clock=clock)
+    for watched, limit, trouble in (
+        (absent, 10 + START_DELAY, Trouble(stalled=(0,))),
+        (dead, LOST_LIMIT, Trouble(lost=(0,))),
+    ):
+        watched.hold()
+        assert first_trouble(watched, clock, limit - 2) is None
+        clock.now += 3600.0
+        assert watched.look() is None
+        assert first_trouble(watched, clock, 4) == trouble
+
+
+def test_all_limits_restart_when_a_job_gets_its_hosts(tmp_path: Path) -> None:
+    clock = Clock()
+    write_beat_of_a_dead_process(tmp_path / "dead")
+    heartbeat = Heartbeat(beat_path(tmp_path / "stuck", 0))
+    for name, stall_limit, seconds, trouble in (
+        ("dead", 600.0, LOST_LIMIT, Trouble(lost=(0,))),
+        ("stuck", 10.0, 10, Trouble(stalled=(0,))),
+        ("absent", 10.0, 10 + START_DELAY, Trouble(stalled=(0,))),
+    ):
+        watched = RankWatch(tmp_path / name, stall_limit=stall_limit, ranks=1, clock=clock)
+        assert first_trouble(watched, clock, seconds - 2) is None
+        watched.hold()
+        assert first_trouble(watched, clock, seconds - 2) is None
+        assert first_trouble(watched, clock, 4) == trouble
+    assert heartbeat.phase == "start"
+
+
+def test_a_rank_that_starts_again_is_not_lost(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path)
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=600.0, clock=clock)
+    assert first_trouble(watched, clock, 5) is None
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    assert first_trouble(watched, clock, 2 * LOST_LIMIT) is None
+    assert heartbeat.phase == "start"
+
+
+def test_a_lost_rank_precedes_those_that_stall_for_it(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path)
+    heartbeat = Heartbeat(beat_path(tmp_path, 1))
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=LOST_LIMIT, clock=clock)
+    assert first_trouble(watched, clock, 20) == Trouble(lost=(0,))
+    assert heartbeat.phase == "start"
+
+
+def test_agents_report_a_dead_rank_of_this_host_first(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path)
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=5.0, elsewhere=True, clock=clock)
+    assert first_trouble(watched, clock, REMOTE_DELAY) is None
+    assert first_trouble(watched, clock, 10) == Trouble(stalled=(0,))
+
+
 def test_rank_of_another_host_has_an_extra_delay_and_is_not_reported_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
