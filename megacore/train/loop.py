@@ -172,7 +172,7 @@ class Trainer:
 
     def _train(self) -> StopReason | None:
         """Iterate to the end and return the reason of an early stop."""
-        remaining = max(0, self._config.train.train_iters - self.state.iteration)
+        remaining = self._config.train.train_iters - self.state.iteration
         logger.info(datetime_line("before the start of training step"))
         with PrefetchingIterator(
             self._read, self._stepper.upcoming(self.state, remaining)

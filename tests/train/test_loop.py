@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,16 @@ from megacore.artifact.workspace import CONFIG_KEY
 from megacore.checkpoint.format import read_state
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
-from megacore.errors import DataFormatError, MemoryExhaustedError, TrainingError
+from megacore.errors import (
+    DataFormatError,
+    MemoryExhaustedError,
+    TrainingError,
+    WorkspaceError,
+)
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
+from megacore.train.checkpoints import RunCheckpoints
+from megacore.train.evaluate import Evaluation
 from megacore.train.loop import Trainer
 from tests._dist import run_distributed
 from tests.checkpoint._read import read_tensors
@@ -232,8 +241,11 @@ def test_losses_by_source_are_those_of_applied_iterations(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added: list[int] = []
+    cleared: list[int] = []
     with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
-        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+        train = _runs.config().train.model_dump() | {"log_interval": 2}
+        config = _runs.config(train=train)
+        trainer = _runs.trainer(config, data, tmp_path, ProcessMesh.serial(), recorder)
         compute, calls = trainer._engine.update, iter(range(6))
 
         def update(*arguments: Any, **options: Any) -> Update:
@@ -243,14 +255,131 @@ def test_losses_by_source_are_those_of_applied_iterations(
         monkeypatch.setattr(
             trainer._source_losses, "add", lambda first, losses: added.append(first)
         )
+        monkeypatch.setattr(
+            trainer._source_losses, "clear", lambda: cleared.append(trainer.state.iteration)
+        )
         trainer.run()
     assert added == [0, 8, 24, 32, 40]
+    assert cleared == [2, 4, 6]  # each interval has its own losses
 
 
 def test_dataset_with_too_few_samples_is_refused(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump() | {"train_iters": 10_000}
     with pytest.raises(DataFormatError, match=r"10000 x train.global_batch_size 8 = 80000"):
         _runs.train(_runs.config(train=train), data, tmp_path)
+
+
+def test_validation_reads_a_small_split_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def evaluated(*arguments: Any, samples: int, **options: Any) -> Evaluation:
+        read.append(samples)
+        return Evaluation({"lm_loss": 1.0}, samples=samples, tokens=samples)
+
+    monkeypatch.setattr("megacore.train.loop.evaluate", evaluated)
+    config = _runs.config()
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(config, data, tmp_path, ProcessMesh.serial(), recorder)
+        trainer.state.consumed_samples = 3
+        for samples in (1000, 5, 0):
+            monkeypatch.setattr(trainer, "_data", replace(trainer._data, valid=range(samples)))
+            trainer._evaluate()
+    assert read == [8 * config.train.eval_iters, 5]
+    events = _runs.events(tmp_path, "evaluation")
+    assert [event["samples"] for event in events] == read
+    assert [event["consumed_tokens"] for event in events] == [3 * _runs.SEQ_LENGTH] * 2
+
+
+def test_error_of_a_prediction_is_a_warning(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ValueError("no such processor")
+
+    monkeypatch.setattr("megacore.train.loop.planned_iteration", fail)
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+        assert trainer._prediction() == {}
+    (warning,) = _runs.events(tmp_path, "warning")
+    assert "no such processor" in warning["message"]
+
+
+def test_loss_error_waits_for_the_save_and_names_its_failure(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(checkpoints: RunCheckpoints) -> None:
+        raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(RunCheckpoints, "wait", fail)
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+        assert trainer._last_good() == (
+            "no checkpoint was saved before; the save that was under way failed (the disk is full)"
+        )
+
+
+def test_time_of_validations_and_saves_is_no_time_of_iterations(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[bool] = [False]
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        paused[0] = True
+        yield
+        paused[0] = False
+
+    train = _runs.config().train.model_dump() | {"train_iters": 1}
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(
+            _runs.config(train=train), data, tmp_path, ProcessMesh.serial(), recorder
+        )
+        calls: list[tuple[str, bool]] = []
+        for part, name in ((trainer, "_evaluate"), (trainer._checkpoints, "save")):
+            monkeypatch.setattr(
+                part, name, lambda *_, name=name, **__: calls.append((name, paused[0]))
+            )
+        monkeypatch.setattr(trainer._meter, "paused", pause)
+        trainer.run()
+    assert calls == [("_evaluate", True), ("save", True)]
+
+
+def test_a_failed_save_ends_the_run_after_the_iteration_that_notices_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(checkpoints: RunCheckpoints) -> None:
+        raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(RunCheckpoints, "failed", True)
+    monkeypatch.setattr(RunCheckpoints, "wait", fail)
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+        with pytest.raises(WorkspaceError, match="the disk is full"):
+            trainer.run()
+    assert trainer.state.iteration == 1
+
+
+def test_dataset_must_have_the_samples_of_the_remaining_iterations(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
+
+    def require(samples: int) -> None:
+        monkeypatch.setattr(trainer, "_data", replace(trainer._data, train=range(samples)))
+        trainer._require_samples()
+
+    require(6 * 8)
+    with pytest.raises(DataFormatError, match=r"47 samples but train.train_iters 6 x .* = 48 are"):
+        require(47)
+    trainer.state.iteration, trainer.state.consumed_samples = 3, 24
+    require(48)
+    with pytest.raises(DataFormatError, match=r"24 consumed by iteration 3 \+ the remaining 3 of"):
+        require(47)
+    trainer.state.iteration, trainer.state.consumed_samples = 6, 48
+    require(1)
 
 
 def _write_nan_weight(trainer: Trainer) -> None:
