@@ -30,7 +30,7 @@ from megacore.errors import (
 )
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import REASON_MARK, descendants
-from megacore.launch.supervise import _take_printed, supervise
+from megacore.launch.supervise import _poll, _Signals, _take_printed, supervise
 from megacore.launch.watch import KillCounter
 from tests.launch._processes import (
     alive,
@@ -70,11 +70,12 @@ def run(tmp_path: Path, command: list[str], **options: Any) -> None:
 
 def test_successful_job_is_polled_and_leaves_no_process(tmp_path: Path) -> None:
     polls: list[float] = []
-    before = set(descendants(os.getpid()))
+    before, files = set(descendants(os.getpid())), os.listdir("/proc/self/fd")
     run(tmp_path, fake_ranks(tmp_path, "quick"), on_poll=lambda: polls.append(time.monotonic()))
     assert polls
     assert (tmp_path / "logs" / "train.log").read_text().count("is here") == 2
     assert set(descendants(os.getpid())) <= before
+    assert set(os.listdir("/proc/self/fd")) <= set(files)
 
 
 def test_last_poll_follows_the_end_of_the_command(tmp_path: Path) -> None:
@@ -83,6 +84,16 @@ def test_last_poll_follows_the_end_of_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('the last line')"]
     run(tmp_path, command, on_poll=lambda: seen.append(log.read_text()), poll_interval=30)
     assert seen == ["the last line\n"]
+
+
+def test_log_of_an_earlier_attempt_is_kept_and_not_reported(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "train.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier attempt\n")
+    with pytest.raises(RankLostError, match=r"train\.log: loading") as caught:
+        run(tmp_path, [sys.executable, "-c", "print('loading'); exit(5)"])
+    assert "earlier attempt" not in str(caught.value)
+    assert log.read_text() == "of an earlier attempt\nloading\n"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +187,45 @@ def test_swallowed_signal_ends_the_job(tmp_path: Path) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_only_lost_signals_that_end_the_job_are_handled_again() -> None:
+    handled: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGWINCH)
+    before = {
+        number: signal.signal(number, lambda received, _: handled.append(received))
+        for number in numbers
+    }
+    try:
+        with _Signals() as signals:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            signals.handle_again()
+            signals.handle_again()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert handled == [signal.SIGTERM, signal.SIGWINCH, signal.SIGTERM]
+
+
+def test_sigusr1_is_passed_on_once_and_not_before_the_guard_has_a_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    catches = [False, False, True, True]
+    monkeypatch.setattr("megacore.launch.supervise.catches", lambda pid, number: catches.pop(0))
+    with _Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+        for expected in (0, 0, 1, 1):
+            signals.pass_on(7)
+            assert sent == [(7, signal.SIGUSR1)] * expected
+
+
+def test_a_guard_that_something_else_reaps_is_no_success() -> None:
+    guard = subprocess.Popen(["true"])
+    os.waitpid(guard.pid, 0)
+    assert _poll(guard, LIMIT) == 255
+
+
 def test_wakeup_descriptor_of_the_caller_is_kept(tmp_path: Path) -> None:
     """An event loop of the main thread is woken by it."""
     reader, writer = os.pipe()
@@ -207,10 +257,11 @@ PRINTED = (
 )
 
 
-def test_unwritable_workspace_is_told_without_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("poll_interval", [0.05, 30.0])
+def test_unwritable_workspace_is_told_without_a_file(tmp_path: Path, poll_interval: float) -> None:
     code = f"import os; print({(REASON_MARK + PRINTED).decode()!r}, flush=True); os._exit(4)"
     with pytest.raises(WorkspaceError, match=r"^rank 3: full$"):
-        run(tmp_path, [sys.executable, "-c", code])
+        run(tmp_path, [sys.executable, "-c", code], poll_interval=poll_interval)
 
 
 def attempt_in(directory: Path) -> Attempt:
