@@ -284,7 +284,8 @@ def test_validation_reads_a_small_split_once(
         trainer = _runs.trainer(config, data, tmp_path, ProcessMesh.serial(), recorder)
         trainer.state.consumed_samples = 3
         for samples in (1000, 5, 0):
-            monkeypatch.setattr(trainer, "_data", replace(trainer._data, valid=range(samples)))
+            valid: Any = range(samples)
+            monkeypatch.setattr(trainer, "_data", replace(trainer._data, valid=valid))
             trainer._evaluate()
     assert read == [8 * config.train.eval_iters, 5]
     events = _runs.events(tmp_path, "evaluation")
@@ -368,7 +369,8 @@ def test_dataset_must_have_the_samples_of_the_remaining_iterations(
         trainer = _runs.trainer(_runs.config(), data, tmp_path, ProcessMesh.serial(), recorder)
 
     def require(samples: int) -> None:
-        monkeypatch.setattr(trainer, "_data", replace(trainer._data, train=range(samples)))
+        train: Any = range(samples)
+        monkeypatch.setattr(trainer, "_data", replace(trainer._data, train=train))
         trainer._require_samples()
 
     require(6 * 8)
