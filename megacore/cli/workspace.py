@@ -97,10 +97,11 @@ def clean(
     ] = False,
 ) -> None:
     """Remove stale temporaries and, if requested, old artifacts; runs are never removed."""
+    from megacore.checkpoint.retain import unnamed_saves
     from megacore.observe.clean import old_artifacts, old_downloads, remove, stale_temporaries
 
     place = _existing(workspace)
-    items = stale_temporaries(place)
+    items = stale_temporaries(place, unnamed_saves)
     if older_than is not None:
         items += old_artifacts(place, older_than) + old_downloads(place, older_than)
     for item in items:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,14 @@ from typing import Any
 from megacore.artifact.build import is_locked, rename_doomed, try_lock
 from megacore.artifact.files import TEMPORARY, read_json, reason_of, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
-from megacore.artifact.workspace import DOWNLOADS, FOLDERS, RUN_FILE, Workspace
+from megacore.artifact.workspace import (
+    BEST_NAME,
+    CHECKPOINTS_NAME,
+    DOWNLOADS,
+    FOLDERS,
+    RUN_FILE,
+    Workspace,
+)
 from megacore.errors import ArtifactError, WorkspaceError
 from megacore.observe.runs import is_training
 from megacore.paths import exists, glob, is_dir, is_file, is_symlink, rglob
@@ -46,10 +53,15 @@ class Removable:
     """Modification time when it was listed; a later one means that it is used again."""
 
 
-def stale_temporaries(workspace: Workspace) -> list[Removable]:
+def stale_temporaries(
+    workspace: Workspace, unnamed_saves: Callable[[Path], Mapping[Path, Path]]
+) -> list[Removable]:
     """Return the temporaries of builds, merges and checkpoint saves that died.
 
-    Temporaries of live processes are locked and left out.
+    Temporaries of live processes are locked and left out, and so are the values of `unnamed_saves`
+    for a run's directories of saves: complete saves to which the run's next start gives their name
+    (`megacore.checkpoint.retain.unnamed_saves`). Raises FileAccessError if a save cannot be read
+    now.
     """
     limit, removables = time.time() - _SETTLED, list[Removable]()
     for pattern in ("*.tmp-*", ".write-test-*"):
@@ -62,7 +74,8 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
             if path != owner:
                 parts, reason = [path], "temporary of a build that ended"
             elif name in {FOLDERS[stage] for stage in RUNS}:
-                parts, reason = _temporary_saves(path), "temporary of a save that ended"
+                parts = _temporary_saves(path, unnamed_saves)
+                reason = "temporary of a save that ended"
             else:
                 continue
             if parts and not is_locked(owner):
@@ -310,14 +323,16 @@ def _is_linked(workspace: Workspace, path: Path) -> bool:
     return any(is_symlink(workspace.root / part) for part in (below, *below.parents[:-1]))
 
 
-def _temporary_saves(run_directory: Path) -> list[Path]:
+def _temporary_saves(
+    run_directory: Path, unnamed_saves: Callable[[Path], Mapping[Path, Path]]
+) -> list[Path]:
     """Return the temporaries of checkpoint saves, or none while ranks without a task are alive."""
-    parts = [
-        path
-        for path in sorted((*glob(run_directory, "checkpoints/*"), *glob(run_directory, "best/*")))
-        if TEMPORARY in path.name
-    ]
-    return [] if parts and is_training(run_directory) else parts
+    roots = [run_directory / name for name in (BEST_NAME, CHECKPOINTS_NAME)]
+    parts = [path for root in roots for path in sorted(glob(root, f"*{TEMPORARY}*"))]
+    if not parts or is_training(run_directory):
+        return []
+    complete = {path for root in roots for path in unnamed_saves(root).values()}
+    return [path for path in parts if path not in complete]
 
 
 def _changed(path: Path, *, follow_symlinks: bool = False) -> float:

@@ -12,6 +12,8 @@ import pytest
 from megacore.artifact import Artifact, StageKey, Workspace, build_artifact, lock
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
+from megacore.checkpoint.format import FileRecord, Marker
+from megacore.checkpoint.retain import unnamed_saves
 from megacore.errors import WorkspaceError
 from megacore.observe import clean
 from megacore.observe.clean import old_artifacts, old_downloads, remove, stale_temporaries
@@ -41,13 +43,30 @@ def test_temporaries_are_removed_unless_their_artifact_is_locked(tmp_path: Path)
     saving = workspace.folder("train") / "cccc" / "checkpoints" / "iter_0000010.tmp-0"
     saving.mkdir(parents=True)
     with lock(folder / "bbbb"):
-        items = stale_temporaries(workspace)
+        items = stale_temporaries(workspace, unnamed_saves)
         assert [item.path for item in items] == [dead, saving]
         remove(items)
     assert alive.exists()
     assert not dead.exists()
     assert not saving.exists()
     assert saving.parent.exists()
+
+
+@pytest.mark.parametrize("place", [("train", "checkpoints"), ("finetune", "best")])
+def test_a_complete_save_that_the_next_start_names_is_retained(
+    tmp_path: Path, place: tuple[str, str]
+) -> None:
+    workspace = Workspace.of(tmp_path)
+    root = workspace.folder(place[0]) / "cccc" / place[1]
+    complete, replaced = root / "iter_0000010.tmp-0000000f", root / "iter_0000010.tmp-1-replaced"
+    for save in (complete, replaced):
+        save.mkdir(parents=True)
+        write_file(save)
+        Marker(10, None, {"file": FileRecord.of(save / "file")}).write(save)
+    items = stale_temporaries(workspace, unnamed_saves)
+    assert [item.path for item in items] == [replaced]
+    (complete / "file").unlink()
+    assert len(stale_temporaries(workspace, unnamed_saves)) == 2
 
 
 def test_shards_are_removed_once_their_token_files_are_complete(tmp_path: Path) -> None:
@@ -65,11 +84,11 @@ def test_shards_are_removed_once_their_token_files_are_complete(tmp_path: Path) 
         for eod in (True, False)
         for part in (0, 1)
     ]
-    assert stale_temporaries(workspace) == []
+    assert stale_temporaries(workspace, unnamed_saves) == []
     build_artifact(folder, StageKey.of("tokenize", 1, {"eod": True}, corpus=corpus), write_file)
     with lock(shards[1]):  # a flow deletes it now
-        assert [item.path for item in stale_temporaries(workspace)] == shards[:1]
-    remove(stale_temporaries(workspace))
+        assert [item.path for item in stale_temporaries(workspace, unnamed_saves)] == shards[:1]
+    remove(stale_temporaries(workspace, unnamed_saves))
     assert [shard.exists() for shard in shards] == [False, False, True, True]
 
 
@@ -159,7 +178,7 @@ def test_inputs_of_an_unfinished_fine_tuning_are_retained(tmp_path: Path) -> Non
     assert [item.path for item in old_artifacts(workspace, 7)] == [unread.directory]
     half = directory / "best" / "iter_0000010.tmp-0"
     half.mkdir(parents=True)
-    assert [item.path for item in stale_temporaries(workspace)] == [half]
+    assert [item.path for item in stale_temporaries(workspace, unnamed_saves)] == [half]
 
 
 def _training(workspace: Workspace, reached: Path) -> dict[str, Artifact]:
@@ -245,7 +264,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     workspace.folder("collect").symlink_to(other.folder("collect"))
     assert old_artifacts(workspace, 7) == []
     assert old_downloads(workspace, 7) == []
-    assert stale_temporaries(workspace) == []
+    assert stale_temporaries(workspace, unnamed_saves) == []
     assert [item.path for item in old_artifacts(other, 7)] == sorted(kept)
 
 
@@ -291,7 +310,7 @@ def test_what_another_process_removes_during_the_listing_is_left_out(
     monkeypatch.setattr(clean, "rglob", remove_first)
     assert [item.path for item in old_artifacts(workspace, 7)] == [second]
     monkeypatch.setattr(clean, "glob", remove_temporary)
-    assert stale_temporaries(workspace) == []
+    assert stale_temporaries(workspace, unnamed_saves) == []
 
 
 def test_temporaries_of_a_rank_without_a_task_are_retained(tmp_path: Path) -> None:
@@ -302,9 +321,9 @@ def test_temporaries_of_a_rank_without_a_task_are_retained(tmp_path: Path) -> No
     (run / "exit").mkdir()
     heartbeat = Heartbeat(beat_path(run / "exit", 0))
     heartbeat.beat("step")
-    assert stale_temporaries(workspace) == []
+    assert stale_temporaries(workspace, unnamed_saves) == []
     heartbeat.beat(ENDED)
-    assert [item.path for item in stale_temporaries(workspace)] == [saving]
+    assert [item.path for item in stale_temporaries(workspace, unnamed_saves)] == [saving]
 
 
 def test_nothing_is_removed_while_an_artifact_is_built(tmp_path: Path) -> None:
