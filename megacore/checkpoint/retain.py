@@ -102,7 +102,9 @@ def publish(staging: Path, target: Path) -> None:
     After a crash between the two renames, `remove_stale` finishes the second. Deletion is slow, so
     it comes last. Raises OSError.
     """
-    replaced = rename_to_stale(target, _REPLACED) if exists(target) else None
+    replaced = _stale_path(target, _REPLACED) if exists(target) else None
+    if replaced is not None:
+        os.rename(target, replaced)
     try:
         os.rename(staging, target)
     except BaseException:
@@ -114,15 +116,19 @@ def publish(staging: Path, target: Path) -> None:
         delete_stale(replaced)
 
 
-def rename_to_stale(directory: Path, end: str = "-deleted") -> Path:
-    """Rename a checkpoint to a stale name, durably, and return its new path.
+def rename_to_stale(directory: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, durably, and return its new path.
 
     A later deletion never leaves a visible, incomplete checkpoint.
     """
-    doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}{end}")
+    doomed = _stale_path(directory, "-deleted")
     os.rename(directory, doomed)
     sync_directory(directory.parent)
     return doomed
+
+
+def _stale_path(directory: Path, end: str) -> Path:
+    return directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}{end}")
 
 
 def clean_up_and_report(

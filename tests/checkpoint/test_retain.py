@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.checkpoint import retain
 from megacore.checkpoint.format import (
     MARKER_NAME,
     FileRecord,
@@ -25,6 +26,7 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.retain import (
     apply_retention,
     delete_stale,
+    publish,
     remove_stale,
     rename_to_stale,
 )
@@ -308,10 +310,27 @@ def test_a_complete_save_that_a_crash_left_without_its_name_gets_it(
     assert loss is None or verify(path).validation_loss == loss
 
 
+def test_a_failed_sync_of_a_replacement_leaves_a_checkpoint_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoints(tmp_path, {100: 2.0})
+    path = tmp_path / directory_name(100)
+    staging = path.rename(f"{path}.tmp-0000001f")
+    write_checkpoints(tmp_path, {100: 1.0})
+
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+
+    monkeypatch.setattr(retain, "sync_directory", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        publish(staging, path)
+    assert verify(path).validation_loss == 2.0
+
+
 def test_a_save_whose_name_is_taken_is_deleted(tmp_path: Path) -> None:
     write_checkpoints(tmp_path, {100: 1.0})
     path = tmp_path / directory_name(100)
-    stale = rename_to_stale(path, "-replaced")
+    stale = path.rename(f"{path}.tmp-0000000f-replaced")
     write_checkpoints(tmp_path, {100: 2.0})
     assert remove_stale(tmp_path) == [stale]
     assert Marker.read(path).validation_loss == 2.0
