@@ -50,8 +50,11 @@ def file_format_of(path: str | Path) -> FileFormat:
     compression is unsupported, FileAccessError.
     """
     path = Path(path)
-    with open_file(path) as file:
-        file_format = _format_of_head(file.read(4))
+    try:
+        with open_file(path) as file:
+            file_format = _format_of_head(file.read(4))
+    except OSError as error:
+        raise unreadable(path, error) from error
     promised = SUFFIXES.get(path.suffix)
     if promised is not None and file_format != promised:
         raise DamagedFileError(

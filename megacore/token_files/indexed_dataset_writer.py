@@ -185,8 +185,9 @@ class IndexedDatasetWriter:
         finally:
             with suppress(OSError):  # on a full disk; the original error is already being raised
                 self._file.close()
-            for temporary in (*self._temporary.values(), self._older_index):
-                temporary.unlink(missing_ok=True)
+            with workspace_errors(bin_path(self.prefix)):
+                for temporary in (*self._temporary.values(), self._older_index):
+                    temporary.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         """Complete both files and rename them."""

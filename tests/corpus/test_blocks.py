@@ -17,7 +17,7 @@ from megacore.corpus.blocks import BadLine, iterate_texts, read_blocks
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.local_files import count_documents
 from megacore.corpus.segments import Segment, count_newlines, jsonl_segments
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, TransientFileError
 from tests.corpus._files import lines, write_form
 
 TEXTS = ["one", "", "größe\n", "𝄞" * 30, "x" * 500, "last"]
@@ -401,3 +401,9 @@ def test_pipe_and_device_are_refused_without_opening_them(tmp_path: Path) -> Non
     for path, name in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/zero"), "a device")):
         with pytest.raises(DataFormatError, match=rf"{path} cannot be read: it is {name}, not a"):
             formats.open_file(path)
+
+
+def test_a_disk_that_fails_at_the_head_of_a_file_is_reported_with_its_name() -> None:
+    unreadable = "/proc/self/mem"  # opens, and fails at its first byte
+    with pytest.raises(TransientFileError, match=f"{unreadable} .Input/output error"):
+        formats.file_format_of(unreadable)

@@ -276,3 +276,16 @@ def test_a_large_permutation_is_processed_in_parts(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "b", "u2") as writer:
         permute(dataset, np.arange(4096)[::-1], writer)
     assert writer.tokens == len(dataset.tokens)
+
+
+def test_a_temporary_that_cannot_be_removed_is_a_workspace_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    writer = IndexedDatasetWriter(tmp_path / "tokens", "u2")
+    writer.add_document([1])
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(WorkspaceError, match="Read-only"):
+        writer.__exit__(KeyError, KeyError())
