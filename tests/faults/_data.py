@@ -65,6 +65,15 @@ def visible(inputs: Path, place: Path) -> list[str]:
     return problems
 
 
+def new_problems(
+    problems_of: Callable[[Path, Path], list[str]], inputs: Path, place: Path
+) -> list[str]:
+    """Return the problems of a place without those that it had when the case began."""
+    start = inputs / "start"
+    old = [text.replace(str(start), str(place)) for text in problems_of(inputs, start)]
+    return [text for text in problems_of(inputs, place) if text not in old]
+
+
 def result(inputs: Path, place: Path) -> Any:
     """Return the digests of the artifact's files and the names of temporaries next to it."""
     (directory,) = artifacts(place)

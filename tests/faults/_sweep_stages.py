@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Workspace
+from megacore.artifact.files import read_object
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import complete_checkpoints, latest_complete
+from megacore.checkpoint.retain import unnamed_saves
 from megacore.config.data import (
     SourceTreeSource,
     TrainBpeTokenizer,
@@ -64,6 +66,51 @@ def _tokenize(inputs: Path, place: Path) -> None:
     )
 
 
+def _prepare_overwrite(inputs: Path) -> None:
+    """Write token files of fewer documents than the input then has."""
+    _prepare_corpus(inputs)
+    for count in (10, 40):
+        lines = [json.dumps({"text": text}) + "\n" for text in _data.texts(count, 60)]
+        (inputs / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+        if not (inputs / "start").exists():
+            _overwrite(inputs, inputs / "start")
+
+
+def _overwrite(inputs: Path, place: Path) -> None:
+    """Run `megacore tokenize --overwrite`."""
+    from megacore.cli.tokenize import tokenize
+
+    tokenize(
+        [str(inputs / "text.jsonl")],
+        str(place / "out"),
+        "hf",
+        tokenizer_file=str(inputs / "tokenizer" / "tokenizer.json"),
+        workers=1,
+        overwrite=True,
+    )
+
+
+def _overwritten(inputs: Path, place: Path) -> Any:
+    """Return the digests of the files, without the manifest, which has times.
+
+    What a failed deletion leaves is removed by the next command.
+    """
+    files = _files(inputs, place).items()
+    return {name: "manifest" in name or digest for name, digest in files if ".tmp-" not in name}
+
+
+def _whole_tokens(inputs: Path, place: Path) -> list[str]:
+    """Return the files that do not belong to the manifest, if there is an index."""
+    if not (place / "out_text_document.idx").exists():
+        return []
+    files = read_object(place / "out_text_document.manifest.json")["files"]
+    return [
+        f"{name} is that of other token files"
+        for name, entry in files.items()
+        if file_digest(place / name) != entry["sha256"]
+    ]
+
+
 def _prepare_tokens(inputs: Path) -> None:
     for number in range(2):
         _data.write_tokens(inputs / f"tokens-{number}" / "tokens_text_document", 60, 40, number)
@@ -106,6 +153,21 @@ def _save(inputs: Path, place: Path, *, background: bool) -> None:
     (_training._save_in_background if background else _training._save)(inputs, place, 1)
 
 
+def _save_again(inputs: Path, place: Path) -> None:
+    """Replace the only checkpoint."""
+    _training.SAVED_NUMBERS = 1000
+    root = place / "checkpoints"
+    _training._remove_remains(root)
+    _training.save_checkpoint(root, 1, _training._tensors(2), {"iteration": 1})
+
+
+def _visible_again(inputs: Path, place: Path) -> list[str]:
+    """Return problems; a checkpoint that the next start gives its name is not lost."""
+    if unnamed_saves(place / "checkpoints"):
+        return _training.visible(inputs, place)
+    return _visible_checkpoints(inputs, place)
+
+
 def _visible_checkpoints(inputs: Path, place: Path) -> list[str]:
     lost = [] if complete_checkpoints(place / "checkpoints", "full") else ["no checkpoint is left"]
     return lost + _training.visible(inputs, place)
@@ -146,6 +208,15 @@ def _prepare_import(inputs: Path) -> None:
 
 def _export(inputs: Path, place: Path) -> None:
     _training._export(inputs, place, 1)
+
+
+def _prepare_export_again(inputs: Path) -> None:
+    """Write a checkpoint, and an export of it that was damaged."""
+    _training._prepare_export(inputs)
+    _export(inputs, inputs / "start")
+    (directory,) = _data.artifacts(inputs / "start")
+    weights = directory / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
 
 
 def _export_files(inputs: Path, place: Path) -> None:
@@ -330,6 +401,7 @@ STAGES = (
     Stage("collect", _prepare_tree, _collect, _data.result, _data.visible),
     Stage("tokenizer", _prepare_corpus, _train_tokenizer, _data.result, _data.visible),
     Stage("tokenize", _prepare_corpus, _tokenize, _data.result, _data.visible),
+    Stage("tokenize-overwrite", _prepare_overwrite, _overwrite, _overwritten, _whole_tokens),
     Stage("blend", _prepare_tokens, _blend, _data.result, _data.visible),
     Stage("index", _prepare_tokens, _index, _data.result, _data.visible),
     Stage(
@@ -346,8 +418,16 @@ STAGES = (
         _training._saved,
         _visible_checkpoints,
     ),
+    Stage("save-again", _prepare_save, _save_again, _training._saved, _visible_again),
     Stage("train", _training._prepare, _train, _trained, _training.visible),
     Stage("export", _training._prepare_export, _export, _training._exported, _data.visible),
+    Stage(
+        "export-again",
+        _prepare_export_again,
+        _export,
+        _training._exported,
+        partial(_data.new_problems, _data.visible),
+    ),
     Stage("export-files", _prepare_import, _export_files, _files, _whole_export),
     Stage("import", _prepare_import, _import, _imported, _whole_import),
     Stage("publish", _prepare_publish, _publish, _published, _whole_publication, "mlflow.db"),

@@ -7,9 +7,11 @@ start.
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import numpy as np
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace, open_artifact
 from megacore.artifact.build import build_artifact, seal
-from megacore.artifact.files import read_object
-from megacore.artifact.workspace import FOLDERS
+from megacore.artifact.files import access_errors, read_object
+from megacore.artifact.manifest import file_digest
+from megacore.artifact.workspace import FOLDERS, RESULT_FILE
+from megacore.checkpoint.format import complete_checkpoints
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.load import parse_config
@@ -35,7 +39,7 @@ from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._tiny import documents, random_model, tiny_config
 from tests.corpus._server import Site, serve
-from tests.faults import _data
+from tests.faults import _data, _training
 from tests.faults.sweep import Stage
 from tests.tasks.events import EventLog
 from tests.zeroshot import _texts
@@ -465,14 +469,48 @@ def _prepare_finetuned(inputs: Path) -> None:
     assert Tracking(Workspace(inputs / "start"), "test").client.search_experiments()
 
 
-def _finetune_config(inputs: Path) -> Any:
+def _finetune_config(inputs: Path, **sections: Any) -> Any:
     from tests.finetune import _tiny_task
 
     return _tiny_task.config(
         model={"path": str(inputs / "pretrained" / "model")},
         train={"num_epochs": 1},
         launch={"nproc_per_node": 1, "threads_per_rank": 1},
+        **sections,
     )
+
+
+def _prepare_finetune(inputs: Path) -> None:
+    """Write a fine-tuning whose last checkpoint was damaged and whose best model was lost."""
+    from tests.finetune import _tiny_task
+
+    _tiny_task.write_model(inputs / "pretrained" / "model")
+    place = inputs / "start"
+    _finetune(inputs, place)
+    os.truncate(place / "checkpoints" / "iter_0000006" / "checkpoint-6" / "model.safetensors", 9)
+    shutil.rmtree(place / "best")
+    (place / RESULT_FILE).unlink()
+
+
+def _finetune(inputs: Path, place: Path) -> None:
+    """Take the last step, save it again, keep the best model and write the result."""
+    from tests.finetune import _tiny_task
+
+    config = _finetune_config(inputs, checkpoint={"save_interval": 5, "keep_last": 2})
+    with access_errors(place):  # like the rank's exit reason
+        _tiny_task.run(config, _tiny_task.TinyTask(inputs / "pretrained" / "model"), place)
+
+
+def _finetuned(inputs: Path, place: Path) -> Any:
+    """Return the result without times, the best model and the names of the checkpoints."""
+    result = read_object(place / RESULT_FILE)
+    model = place / result["best"] / "model"
+    return {
+        **{name: value for name, value in result.items() if "seconds" not in name},
+        **{path.name: file_digest(path) for path in sorted(model.iterdir())},
+        "saved": [path.name for path in complete_checkpoints(place / "checkpoints", "full")],
+        "temporaries": _temporaries(place),
+    }
 
 
 def _finetune_inputs(inputs: Path, place: Path) -> tuple[Artifact, Artifact, Artifact]:
@@ -553,6 +591,14 @@ STAGES = (
     Stage("report", _prepare_report, _report, _reported, _visible),
     Stage("compare", _prepare_compare, _compare, _compared, _visible, "mlflow.db"),
     Stage("compare-files", _prepare_records, _compare_files, _compared_files, _visible),
+    Stage(
+        "finetune",
+        _prepare_finetune,
+        _finetune,
+        _finetuned,
+        partial(_data.new_problems, _training.visible),
+        "tmp/",  # of TMPDIR, where torch tries the compiler
+    ),
     Stage("finetune-export", _prepare_finetuned, _finetune_export, _result, _visible),
     Stage(
         "finetune-publish",

@@ -42,11 +42,12 @@ ITERATIONS = 12
 def visible(inputs: Path, place: Path) -> list[str]:
     """Return the problems of checkpoints that look complete and are not."""
     problems = []
-    for directory in checkpoint_directories(place / "checkpoints"):
-        try:
-            verify(directory, "full")
-        except CheckpointError as error:
-            problems.append(str(error))
+    for root in (place / "checkpoints", place / "best"):
+        for directory in checkpoint_directories(root):
+            try:
+                verify(directory, "full")
+            except CheckpointError as error:
+                problems.append(str(error))
     return problems
 
 
@@ -123,7 +124,11 @@ def _saved(inputs: Path, place: Path) -> Any:
             path.name: tensor_digests(path) for path in complete_checkpoints(root, "full")
         },
         # A deletion that failed is a warning, and the next call makes up for it.
-        "files": sorted(path.name for path in root.iterdir() if not path.match("*-deleted")),
+        "files": sorted(
+            path.name
+            for path in root.iterdir()
+            if not path.name.endswith(("-deleted", "-replaced"))
+        ),
     }
 
 

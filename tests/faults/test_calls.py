@@ -18,7 +18,17 @@ import pytest
 from tests.faults import sweep
 from tests.faults._processes import ROOT
 
-STAGES = ("collect", "compare-files", "tokenize", "index", "save-async", "import", "clean")
+STAGES = (
+    "collect",
+    "compare-files",
+    "tokenize",
+    "tokenize-overwrite",
+    "index",
+    "save-async",
+    "save-again",
+    "import",
+    "clean",
+)
 """Stages whose runs take a tenth of a second; `make faults` runs all."""
 
 
