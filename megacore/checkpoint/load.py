@@ -286,13 +286,20 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
     """Return a saved slice without its data, and the position of the data in the file."""
     if place.offset + place.length > os.fstat(descriptor).st_size:
         raise CheckpointError(f"{place.relative_path} ends before a slice that its metadata names")
-    window = cast(IO[bytes], _Window(descriptor, place.offset, place.length))
-    tensor = torch.load(window, map_location="meta", weights_only=True)
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        raise CheckpointError(
-            f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs"
-        )
-    return tensor, place.offset + _data_start(window, tensor.untyped_storage().nbytes(), place)
+    window = _Window(descriptor, place.offset, place.length)
+    file = cast(IO[bytes], window)
+    try:
+        tensor = torch.load(file, map_location="meta", weights_only=True)
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs"
+            )
+        return tensor, place.offset + _data_start(file, tensor.untyped_storage().nbytes(), place)
+    except Exception as error:
+        # torch and zipfile take the error of a failing disk for damage.
+        if window.failure is None:
+            raise
+        raise window.failure from error
 
 
 def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
@@ -329,6 +336,8 @@ class _Window(io.RawIOBase):
         self._offset = offset
         self._length = length
         self._position = 0
+        self.failure: OSError | None = None
+        """Error of a read that failed."""
 
     def readable(self) -> bool:
         return True
@@ -346,9 +355,13 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         requested = min(len(buffer), max(0, self._length - self._position))
-        count = os.preadv(
-            self._descriptor, [memoryview(buffer)[:requested]], self._offset + self._position
-        )
+        try:
+            count = os.preadv(
+                self._descriptor, [memoryview(buffer)[:requested]], self._offset + self._position
+            )
+        except OSError as error:
+            self.failure = error
+            raise
         self._position += count
         return count
 

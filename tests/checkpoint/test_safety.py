@@ -228,6 +228,26 @@ def test_file_names_in_the_marker_cannot_leave_the_checkpoint(checkpoint: Path, 
         Marker.read(checkpoint)
 
 
+def test_a_read_that_fails_once_is_no_damage_of_a_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls, failing = os.preadv, 0, 0
+
+    def read(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(*arguments)
+
+    monkeypatch.setattr(os, "preadv", read)
+    load_checkpoint(checkpoint, {"model.w": torch.zeros(4, 3)})
+    for failing in range(1, calls + 1):  # noqa: B007 - `read` uses it
+        calls = 0
+        with pytest.raises(TransientFileError, match=f"cannot read or write {checkpoint}"):
+            load_checkpoint(checkpoint, {"model.w": torch.zeros(4, 3)})
+
+
 @pytest.mark.parametrize("call", ["builtins.open", "os.preadv"])
 def test_a_failing_disk_is_no_damage_of_a_checkpoint(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
