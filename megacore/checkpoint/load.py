@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megacore.artifact.files import access_errors, regular
+from megacore.artifact.files import access_errors, regular, unreadable
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
@@ -62,7 +62,8 @@ class CheckpointReader:
     def place_of(self, name: str, offsets: torch.Size | None = None) -> SavedSlice:
         """Return the place of a tensor's rectangle at `offsets`, or of an object.
 
-        Raises CheckpointError if the metadata names none, or one that ends after its file.
+        Raises CheckpointError if the metadata names none, or one that ends after its file, and
+        FileAccessError.
         """
         place: SavedSlice | None = self.metadata.storage_data.get(MetadataIndex(name, offsets))
         if place is None:
@@ -71,7 +72,7 @@ class CheckpointReader:
         try:
             size = regular(path).stat().st_size
         except OSError as error:
-            raise CheckpointError(
+            raise unreadable(error, path) or CheckpointError(
                 f"{path}, which holds {name}, cannot be read ({error.strerror}): use another "
                 "checkpoint"
             ) from error

@@ -1,6 +1,8 @@
 """Tests of reading objects in addition to tensors, from checkpoints of other programs."""
 
+import errno
 import io
+import os
 import warnings
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megacore.checkpoint import load
 from megacore.checkpoint.load import CheckpointReader
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, TransientFileError
 
 
 @pytest.fixture
@@ -54,3 +57,20 @@ def test_a_large_or_missing_or_cut_object_is_refused(checkpoint: Path) -> None:
     file.write_bytes(content[: end - 1])
     with pytest.raises(CheckpointError, match=f"ends before {name}, which its metadata names"):
         reader.read_object(name, place.length)
+
+
+def test_a_file_that_a_failing_disk_hides_is_not_taken_for_a_missing_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = CheckpointReader(checkpoint, foreign=True)
+
+    def fail(path: Path) -> Path:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(load, "regular", fail)
+    code = errno.ESTALE
+    with pytest.raises(TransientFileError, match=r"distcp \(Stale file handle\)"):
+        reader.place_of("first.step")
+    code = errno.ENOENT
+    with pytest.raises(CheckpointError, match=r"cannot be read .*: use another"):
+        reader.place_of("first.step")
