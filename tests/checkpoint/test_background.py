@@ -232,6 +232,57 @@ def test_only_finish_copy_waits_for_the_copy_and_its_wait_counts(
     saver.finish_copy()
 
 
+def test_what_a_gpu_computes_during_the_copy_is_no_wait(
+    make_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, tensors = make_saver(), {"model.w": torch.ones(300_000)}
+    saver.save(1, tensors, {}, validation_loss=None)
+    saver.wait()
+    with held_copies() as proceed:
+
+        class Stream:
+            """Stream of passes that last longer than the copy."""
+
+            def record_event(self) -> None: ...
+
+            def synchronize(self) -> None:
+                time.sleep(0.5)
+                proceed.set()
+                assert saver._flight is not None
+                assert saver._flight.copied.wait(30)
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+        saver._buffers.device = torch.device("cuda", 0)
+        saver.save(2, tensors, {}, validation_loss=None)
+        saver.finish_copy()
+        finished = saver.wait()
+    assert finished is not None
+    assert finished.stall_seconds < 0.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_save_on_a_gpu_has_the_values_before_the_next_update(
+    make_saver: Callable[..., CheckpointSaver],
+) -> None:
+    saver = make_saver()
+    tensors = {f"model.{number}": torch.zeros(1 << 24, device="cuda:0") for number in range(8)}
+    passes = torch.rand(4096, 4096, device="cuda:0")
+    for iteration in range(1, 4):
+        for tensor in tensors.values():  # the update of this iteration, still running at the save
+            tensor.add_(1)
+        saver.save(iteration, tensors, {}, validation_loss=None)
+        for _ in range(20):
+            passes = (passes @ passes).clamp_(0, 1)
+        saver.finish_copy()
+        for tensor in tensors.values():
+            tensor.add_(1000)
+            tensor.sub_(1000)
+        finished = saver.wait()
+        assert finished is not None
+        for values in read_tensors(finished.path).values():
+            assert torch.all(values == iteration)
+
+
 def test_a_failed_copy_fails_the_save_and_does_not_hold_up_training(
     tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
 ) -> None:
