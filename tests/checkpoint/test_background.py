@@ -214,10 +214,18 @@ def test_only_finish_copy_waits_for_the_copy_and_its_wait_counts(
     saver.finish_copy()
     with held_copies() as proceed:
         saver.save(1, tensors, {}, validation_loss=None)
-        assert saver._flight is not None
-        before = saver._flight.stall_seconds
+        flight = saver._flight
+        assert flight is not None
+        before = flight.stall_seconds
+
+        def release() -> None:
+            while flight.waiting_since is None:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            proceed.set()
+
+        threading.Thread(target=release).start()
         time.sleep(0.2)  # passes of the next iteration
-        threading.Timer(0.3, proceed.set).start()
         began = time.monotonic()
         saver.finish_copy()
         waited = time.monotonic() - began

@@ -34,7 +34,7 @@ def test_stall_includes_the_wait_for_the_previous_save(
 
     def write_slowly(*arguments: Any, **options: Any) -> Any:
         assert second_save.wait(60)
-        time.sleep(0.6)
+        time.sleep(1.0)
         return write(*arguments, **options)
 
     monkeypatch.setattr(CheckpointSaver, "save", note_second)
