@@ -59,6 +59,7 @@ def train_with_fault(
 
         def intercepted(*arguments: Any, **options: Any) -> None:
             if next(numbers) in calls:
+                trainer._checkpoints.finish_copy()  # a fault may write into the weights
                 fault(engine, lambda: forward_backward(*arguments, **options))
             else:
                 forward_backward(*arguments, **options)
