@@ -3,6 +3,7 @@ account of it."""
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -71,6 +72,27 @@ def still_alive() -> None:
     elsewhere."""
     if HEARTBEAT in os.environ:
         Path(os.environ[HEARTBEAT]).touch()
+
+
+@contextlib.contextmanager
+def own_groups() -> Iterator[None]:
+    """Destroy the process groups that the body creates; collective.
+
+    Each of them has a thread that wakes up a hundred times a second until the process ends
+    (github.com/pytorch/gloo/issues/246). Those of many cases take more time than the cases.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    before = list(_world.pg_map)
+    yield
+    if not dist.is_initialized():
+        return
+    dist.barrier()  # no rank still uses them
+    for group in list(_world.pg_map):
+        if group not in before:
+            dist.destroy_process_group(group)
+    gc.collect()  # engines refer to themselves, and to their groups
 
 
 def _start(directory: Path, rank: int, world_size: int) -> ForkServerProcess:

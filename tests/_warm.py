@@ -1,6 +1,8 @@
 """Imports of the server that forks test processes, so that each starts in milliseconds."""
 # ruff: noqa: F401
 
+import gc
+
 import torch
 import transformers
 import transformers.models.auto.modeling_auto
@@ -25,3 +27,4 @@ torch.set_num_threads(1)
 # torch prepares its optimizers' and distributed parts when they are first used.
 torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
 assert transformers.GPT2LMHeadModel
+gc.freeze()  # a collection of a rank need not look through what is imported here

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests._dist import DistributedError, run_distributed, still_alive
+from tests._dist import DistributedError, own_groups, run_distributed, still_alive
 
 
 def _sum_of_ranks(offset: int) -> tuple[float, int]:
@@ -36,6 +36,23 @@ def _work_with_heartbeats(cases: int, seconds: float) -> None:
     for _ in range(cases):
         still_alive()
         time.sleep(seconds)
+
+
+def _threads_after_groups() -> tuple[int, int, int]:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    dist.barrier()  # starts the threads of the default group
+    before = threads()
+    with own_groups():
+        dist.barrier(dist.new_group())
+        during = threads()
+    return before, during, threads()
+
+
+def test_own_groups_end_with_their_threads() -> None:
+    for before, during, after in run_distributed(2, _threads_after_groups):
+        assert before == after < during
 
 
 def test_returns_the_results_by_rank() -> None:

@@ -5,6 +5,7 @@ divide the optimizer state, a reduce-scatter replaces the all-reduce (`GradSync`
 divide the gradients, buffers exist only until they are reduced (`DividedGradSync`).
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -316,14 +317,17 @@ class GradSync:
     def _hook(self, name: str) -> None:
         """Register hooks for gradients from autograd and from layers with a sink."""
         parameter = self.parameters[name]
+        # Python's garbage collector does not look into such hooks: with a reference to this object
+        # they would keep it, and the parameters, forever.
+        weak = weakref.proxy(self)
 
         def accumulated(parameter: Tensor) -> None:
             if parameter.grad is None:  # a layer has added it to the sink
                 return
-            if parameter.grad is not self.gradients.get(name):
-                self.main_grad(name).add_(parameter.grad)
+            if parameter.grad is not weak.gradients.get(name):
+                weak.main_grad(name).add_(parameter.grad)
                 parameter.grad = None
-            self.contributed(name)
+            weak.contributed(name)
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         parameter.grad_sink = _Sink(self, name)  # type: ignore[attr-defined]

@@ -1,8 +1,10 @@
 """The native engine: mixed precision, skipped updates, and its state."""
 
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,17 @@ def print_start_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("sharding", ["none", "gradients", "parameters"])
+def test_an_engine_that_nobody_uses_frees_its_memory(sharding: str) -> None:
+    engine = build("bf16", _runs.config(parallel={"data_parallel_sharding": sharding}))
+    iterate(engine)
+    tensors = [weakref.ref(sync.buckets[0].reduced) for sync in engine._syncs]
+    tensors += [weakref.ref(value) for value in engine._stage.named_parameters.values()]
+    del engine
+    gc.collect()
+    assert [tensor() for tensor in tensors if tensor() is not None] == []
+
+
 def test_no_replica_holds_the_whole_model_in_fp32_at_its_start() -> None:
     code = f"from {__name__} import print_start_memory; print_start_memory()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

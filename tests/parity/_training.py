@@ -24,7 +24,7 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import micro_batch_seed
 from megacore.pipeline_parallel.partition import shared_stages
-from tests._dist import still_alive
+from tests._dist import own_groups, still_alive
 
 STEPS = 20
 """Steps of the schedule, and of the cases of a kind of layout or precision that run all of it."""
@@ -270,7 +270,8 @@ def train_all(cases: dict[str, Case]) -> dict[str, Result]:
     results = {}
     for name, case in cases.items():
         still_alive()
-        results[name] = train(case)
+        with own_groups():
+            results[name] = train(case)
     return results
 
 

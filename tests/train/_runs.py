@@ -24,6 +24,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import shared_stages
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
+from tests._dist import own_groups
 
 VOCAB_SIZE = 61
 EOD_ID = 0
@@ -182,9 +183,12 @@ def trainer(
 
 def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:
     """Train as one rank of the default group, or as a single process."""
-    ranks = mesh(run)
-    with Recorder(run_directory, attempt=attempt, rank=ranks.rank, tensorboard=False) as recorder:
-        trainer(run, data, run_directory, ranks, recorder).run()
+    with own_groups():
+        ranks = mesh(run)
+        with Recorder(
+            run_directory, attempt=attempt, rank=ranks.rank, tensorboard=False
+        ) as recorder:
+            trainer(run, data, run_directory, ranks, recorder).run()
 
 
 def events(run_directory: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.loop import Datasets, Trainer
-from tests._dist import run_distributed, still_alive
+from tests._dist import own_groups, run_distributed, still_alive
 from tests.checkpoint._read import tensor_shapes
 from tests.parity import _training as parity
 from tests.train import _runs
@@ -71,7 +71,8 @@ def change_layouts(root: Path) -> None:
     for family in MODELS:
         for number, parallel in enumerate(LAYOUTS, 1):
             still_alive()
-            train(family, parallel, 2 * number, root / family, attempt=number)
+            with own_groups():
+                train(family, parallel, 2 * number, root / family, attempt=number)
 
 
 @pytest.fixture(scope="module")
