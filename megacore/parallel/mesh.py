@@ -135,18 +135,17 @@ class ProcessMesh:
                 f"needs {layout.world_size} ranks, {dist.get_world_size()} were "
                 f"started: start {layout.world_size}"
             )
-        # Without context parallelism there are no groups for it.
-        sizes = {
-            axis: size
-            for axis, size in zip(AXES, layout.shape, strict=True)
-            if axis != "context" or size > 1
-        }
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        axes = dict.fromkeys(AXES, SINGLE_RANK) | {
-            axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
-            for axis, size in sizes.items()
-            if size > 1
-        }
+        axes = dict.fromkeys(AXES, SINGLE_RANK)
+        # Each gloo group has threads that wake up all the time, so there is none of a single rank.
+        sizes = {axis: size for axis, size in zip(AXES, layout.shape, strict=True) if size > 1}
+        if sizes:
+            mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            axes |= {
+                axis: ParallelGroup(
+                    mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers
+                )
+                for axis, size in sizes.items()
+            }
         # A separate group: gradients are summed while attention gathers keys and values.
         replicas = (
             _group(layout.groups("data", "context"), "data", timers)
