@@ -265,25 +265,42 @@ def write_members(directory: Path, members: Sequence[Path]) -> None:
 
 
 def token_prefixes(directory: str | Path) -> tuple[str, ...]:
-    """Return the prefixes of a directory's token files. Raises DataFormatError if it has none."""
+    """Return the prefix of a directory's token files, or those of its members.
+
+    Raises DataFormatError if the directory, or a member, has no token files.
+    """
     listing = Path(directory, MEMBERS_NAME)
-    if exists(listing):
-        return tuple(prefix for member in _members(listing) for prefix in token_prefixes(member))
-    for name in TOKENS_NAMES:
-        prefix = Path(directory, name)
-        if exists(idx_path(prefix)):
-            return (str(prefix),)
-    raise DataFormatError(
-        f"{directory} has neither token files nor {MEMBERS_NAME}: run the tokenize stage again"
-    )
+    if not exists(listing):
+        prefix = _prefix(Path(directory))
+        if prefix is None:
+            raise DataFormatError(
+                f"{directory} has neither token files nor {MEMBERS_NAME}: run the tokenize stage "
+                "again"
+            )
+        return (prefix,)
+    prefixes = []
+    for member in _members(listing):
+        prefix = _prefix(member)
+        if prefix is None:
+            raise DataFormatError(
+                f"{listing} names {member}, which has no token files: run the flow again"
+            )
+        prefixes.append(prefix)
+    return tuple(prefixes)
+
+
+def _prefix(directory: Path) -> str | None:
+    """Return the prefix of the token files in a directory, or None if it has none."""
+    prefixes = (directory / name for name in TOKENS_NAMES)
+    return next((str(prefix) for prefix in prefixes if exists(idx_path(prefix))), None)
 
 
 def _members(listing: Path) -> list[Path]:
     try:
-        values: Any = read_json(listing)
-        return [
-            Path(os.path.normpath(listing.parent / str(member))) for member in values["members"]
-        ]
+        members = read_json(listing)["members"]
+        if not isinstance(members, list) or not members:
+            raise TypeError(f"its members are {members!r}")
+        return [Path(os.path.normpath(listing.parent / str(member))) for member in members]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
             f"{listing} is damaged ({reason_of(error)}): run the flow again"

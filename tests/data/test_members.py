@@ -26,7 +26,10 @@ def test_members_keep_their_order_and_are_found_after_a_move(tmp_path: Path) -> 
     assert token_prefixes(moved / "both") == expected
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"members": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"members": 3}', '{"members": []}', '{"members": "ab"}'],
+)
 def test_a_damaged_members_json_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / MEMBERS_NAME).write_text(content)
     with pytest.raises(DataFormatError, match=r"members.json is damaged"):
@@ -36,3 +39,16 @@ def test_a_damaged_members_json_is_refused(tmp_path: Path, content: str) -> None
 def test_a_directory_without_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"neither token files nor members\.json"):
         token_prefixes(tmp_path)
+
+
+@pytest.mark.parametrize("member", [".", "../elsewhere"])
+def test_a_member_without_tokens_is_refused(tmp_path: Path, member: str) -> None:
+    """The directory that lists it is one, too: members do not have members."""
+    blend = tmp_path / "blend"
+    blend.mkdir()
+    write_members(blend, [blend / member])
+    message = (
+        rf"blend/members\.json names \S*/{Path(member).name or 'blend'}, which has no token files"
+    )
+    with pytest.raises(DataFormatError, match=message):
+        token_prefixes(blend)
