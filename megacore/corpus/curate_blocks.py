@@ -449,7 +449,7 @@ def _entries(step: UrlStep, name: str) -> list[str] | None:
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataFormatError(
             f"{path}, {name} of the step url in data.curate, is not UTF-8 ({error}): convert it"

@@ -27,9 +27,11 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from megacore.artifact.files import (
+    access_errors,
     canonical_json,
     link_or_copy,
     read_json,
+    regular,
     sync_directory,
     write_json,
 )
@@ -47,7 +49,7 @@ from megacore.config.data import DEFAULT_CURATE_SHARD_MB, OnBadLine
 from megacore.config.keys import key_parameters
 from megacore.corpus.curate_report import merged_report
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.formats import DOCUMENT_BYTES
+from megacore.corpus.formats import BOM, DOCUMENT_BYTES
 from megacore.corpus.segments import Segment, divide, numbered
 from megacore.errors import ConfigError, DataFormatError, one_line
 from megacore.paths import glob, is_dir, is_file
@@ -239,6 +241,10 @@ def _digest(step: CurateStep, name: str) -> Any:
         return [value.rpartition(":")[2], _function_digest(value)]
     if not is_file(value):
         raise ConfigError(f"data.curate: {name} of the step {step.step} is {value}, no file")
+    if isinstance(step, UrlStep):  # as the list is read
+        with access_errors(Path(value)):
+            content = regular(Path(value)).read_bytes()
+        return hashlib.sha256(content.removeprefix(BOM)).hexdigest()
     return file_digest(Path(value))
 
 

@@ -437,7 +437,8 @@ def test_a_model_that_cannot_be_downloaded_is_named(
 
 def test_urls_are_compared_with_the_lists(tmp_path: Path) -> None:
     domains, words = tmp_path / "domains.txt", tmp_path / "words.txt"
-    domains.write_text("# bad ones\nbad.org\n\nsub.fine.org\n", encoding="utf-8")
+    entries = "bad.org\n# also bad\n\nsub.fine.org\n"
+    domains.write_text(entries, encoding="utf-8-sig")  # as Windows' editor saves it
     words.write_text("casino\n", encoding="utf-8")
     urls = [
         "https://www.bad.org/x",
@@ -456,6 +457,9 @@ def test_urls_are_compared_with_the_lists(tmp_path: Path) -> None:
     kept, report = run(tmp_path, write(tmp_path / "in.jsonl", rows), step)
     assert [line for _, line in kept] == [2, 5]
     assert report["steps"][0]["reasons"] == {"domain": 1, "subdomain": 1, "hard_blacklisted": 1}
+    key = fingerprint(steps_of(step))
+    domains.write_text(entries, encoding="utf-8")
+    assert fingerprint(steps_of(step)) == key
     with pytest.raises(DataFormatError, match="no URL under 'address'; its other fields are url"):
         run(tmp_path, tmp_path / "in.jsonl", step | {"field": "address"}, name="other")
     for content, message in {
