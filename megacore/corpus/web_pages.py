@@ -21,7 +21,7 @@ from megacore.corpus.formats import decompress, open_file, too_large, unreadable
 from megacore.corpus.segments import Segment, page_segments
 from megacore.errors import ConfigError, DamagedFileError, one_line
 
-_VERSION = 2
+_VERSION = 3
 """Version of what is read of a page, in the keys of the stages that read web pages."""
 _CUT_BYTES = 1 << 22
 """Least number of bytes on disk between two places at which a file may be cut into segments."""
@@ -38,12 +38,15 @@ _READ_AS = {
     "euc_kr": "cp949",
     "gb2312": "gb18030",
     "gbk": "gb18030",
+    "iso2022_jp": "iso2022_jp_ext",
     "iso8859-1": "cp1252",
     "iso8859-9": "cp1254",
     "shift_jis": "cp932",
     "tis-620": "cp874",
 }
 """Encodings that pages name, and the larger ones that the web's Encoding Standard reads instead."""
+_SEVEN_BIT, _ESCAPE = "iso2022_jp", b"\x1b"
+"""Encoding that is valid ASCII, and the byte with which it begins Japanese characters."""
 _DAMAGED_CHARACTERS = 0.1
 """Number of invalid sequences in relation to valid characters beyond ASCII, below which a page is
 taken as UTF-8."""
@@ -260,13 +263,15 @@ def _decoded(content: bytes, charset: str | None, *, is_html: bool) -> str | Non
     """Return a text that is UTF-8, or in the encoding that is named or detected; else None."""
     from charset_normalizer import from_bytes
 
-    if (text := _utf8(content)) is not None:
-        return text
     meta = _META.search(content[:_META_BYTES]) if is_html else None
-    for label in (charset, meta and meta[1].decode("ascii", "ignore")):
-        for name in _encodings(label):
-            if (text := _strictly(content, name)) is not None:
-                return text
+    labels = (charset, meta and meta[1].decode("ascii", "ignore"))
+    names = [name for label in labels for name in _encodings(label)]
+    seven_bit = _SEVEN_BIT in names and _ESCAPE in content
+    if not seven_bit and (text := _utf8(content)) is not None:
+        return text
+    for name in names:
+        if (text := _strictly(content, name)) is not None:
+            return text
     best = from_bytes(content).best()
     return None if best is None else str(best)
 
