@@ -338,8 +338,6 @@ class ClassificationTask(TransformersTask):
     def __init__(self, config: FinetuneConfig, *directories: Any) -> None:
         super().__init__(config, *directories)
         self.labels: list[str] | None = self.description["labels"]
-        # XLNet's head reads the last position, even if it is padding: pad on the left.
-        self._reads_last = getattr(super().model_config(), "summary_type", None) == "last"
 
     def model_config(self) -> Any:
         """Return the transformers configuration with class names and a decoder's padding id."""
@@ -360,7 +358,7 @@ class ClassificationTask(TransformersTask):
         segments, and labels [b].
         """
         length = self.task.max_length if self.task.pad_to_max_length else None
-        batch = self.padded_inputs(rows, length, left=self._reads_last)
+        batch = self.padded_inputs(rows, length)
         kind = torch.float32 if self.labels is None else torch.long
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows], dtype=kind)}
 

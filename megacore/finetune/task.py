@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -212,14 +213,20 @@ class TransformersTask:
         assert isinstance(pad, int)  # checked by the stage `examples`
         return pad
 
+    @cached_property
+    def _pads_left(self) -> bool:
+        """True for XLNet, whose heads read the last position, even if it is padding."""
+        config = read_model_config(self.config.model, self._pretrained)
+        return getattr(config, "summary_type", None) == "last"
+
     def padded_inputs(
-        self, rows: Sequence[Mapping[str, Any]], length: int | None, *, left: bool = False
+        self, rows: Sequence[Mapping[str, Any]], length: int | None
     ) -> dict[str, torch.Tensor]:
         """Return the padded inputs of the model: input_ids and attention_mask [b, s].
 
-        Rows with segments also give token_type_ids [b, s]. `length` and `left` are those of
-        `padded`.
+        Rows with segments also give token_type_ids [b, s]. `length` is that of `padded`.
         """
+        left = self._pads_left
         ids = padded(rows, IDS, self.pad_id, length, left=left)
         counts = torch.tensor([len(row[IDS]) for row in rows])
         mask = (torch.arange(ids.shape[1]) < counts[:, None]).long()

@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fit")
     for kind in ("bert", "blenderbot", "xlnet"):
         write_model(directory / kind, kind)
-    for kind in ("classification", "seq2seq", "causal_lm"):
+    for kind in ("classification", "multiple_choice", "seq2seq", "causal_lm"):
         write_data(directory / "data" / kind, kind, 8, 4)
     return directory
 
@@ -92,8 +92,9 @@ def test_columns_may_have_the_names_of_sample_fields(root: Path, tmp_path: Path)
     ]
 
 
-def test_padding_leaves_text_at_the_end_for_xlnet(root: Path, tmp_path: Path) -> None:
-    config = tiny_config(root / "xlnet", root / "data/classification", "classification")
+@pytest.mark.parametrize("kind", ["classification", "multiple_choice"])
+def test_padding_leaves_text_at_the_end_for_xlnet(root: Path, tmp_path: Path, kind: str) -> None:
+    config = tiny_config(root / "xlnet", root / "data" / kind, kind)
     task = build_task(config, *prepare(config, tmp_path))
     model: Any = task.build_model().eval()
     rows = list(task.split("train") or [])
