@@ -96,6 +96,8 @@ def _numbers(values: Sequence[Any], split: str, column: str) -> list[float]:
                 "but the task predicts numbers: set task.regression to false for classes, or "
                 "repair the row"
             )
+    if all(value == _HIDDEN for value in values):
+        raise DataFormatError(_hidden(split, column))
     return [float(value) for value in values]
 
 
@@ -365,11 +367,13 @@ class ClassificationTask(TransformersTask):
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
         """Return `count` samples of max_length tokens.
 
-        The last token is the end token, which the head of a T5 looks for.
+        They end with the first training sample: the head of an encoder-decoder looks for its end
+        token, after which mBART has a language.
         """
         train = self.split("train")
         assert train is not None
-        ids = [self.ordinary_id()] * (self.task.max_length - 1) + [train[0][IDS][-1]]
+        first = train[0][IDS]
+        ids = [self.ordinary_id()] * (self.task.max_length - len(first)) + first
         row: dict[str, Any] = {IDS: ids, LABELS: train[0][LABELS]}
         if SEGMENTS in train.column_names:
             row[SEGMENTS] = [0] * len(ids)

@@ -153,6 +153,32 @@ def _xlnet(size: int, **values: Any) -> Any:
     )
 
 
+def write_mbart(directory: Path) -> Any:
+    """Write an mBART with random weights, and its tokenizer, which is returned.
+
+    Sources end with </s> and en_XX, targets with </s> and ro_RO.
+    """
+    import transformers
+
+    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"\u2581{word}", -1.0) for word in WORDS]
+    tokenizer = transformers.MBartTokenizer(
+        vocab=[*special, *words], src_lang="en_XX", tgt_lang="ro_RO"
+    )
+    start = tokenizer.convert_tokens_to_ids("ro_RO")
+    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)
+    counts = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    model = transformers.MBartForConditionalGeneration(
+        transformers.MBartConfig(
+            vocab_size=len(tokenizer), decoder_start_token_id=start, **sizes, **counts, **heads
+        )
+    )
+    for each in (model, tokenizer):
+        each.save_pretrained(directory)
+    return tokenizer
+
+
 def sentence(generator: random.Random, words: int = 5) -> str:
     """Return random words of the vocabulary."""
     return " ".join(generator.choice(WORDS) for _ in range(words))

@@ -22,6 +22,7 @@ from tests.finetune._tiny_models import (
     word_rows,
     write_data,
     write_export,
+    write_mbart,
     write_model,
     write_rows,
 )
@@ -142,6 +143,16 @@ def test_largest_rows_have_the_maximum_length(deberta: Path) -> None:
     batch = task.collate(task.largest_rows(3))
     assert batch["input_ids"].shape == (3, 16)
     assert bool(batch["attention_mask"].all())
+    assert task.build_model()(**batch).loss.isfinite()
+
+
+def test_largest_rows_of_mbart_have_an_end_token(tmp_path: Path) -> None:
+    write_mbart(tmp_path / "model")
+    write_data(tmp_path / "data", "classification", 2, 2)
+    prepare(tiny_config(tmp_path / "model", tmp_path / "data", "classification"), tmp_path)
+    task = task_of(tmp_path)
+    batch = task.collate(task.largest_rows(2))
+    assert batch["input_ids"].shape == (2, 16)
     assert task.build_model()(**batch).loss.isfinite()
 
 
@@ -435,6 +446,12 @@ def test_regression_reads_numbers() -> None:
             r"row 1 of the train split has no value in task\.label_column 'label'",
         ),
         (["0.5", "1"], None, {"regression": True}, r"has '0\.5' .*but the task predicts numbers"),
+        (
+            [-1.0, 5.0],
+            [-1.0, -1.0],
+            {"glue": "stsb"},
+            r"the valid split has -1 .*labels are hidden: give a split whose labels are known",
+        ),
         ([0.5, float("nan")], None, {"regression": True}, r"row 1 of the train split has no value"),
         ([0.5, 1e39], None, {"regression": True}, r"row 1 of the train split has 1e\+39 .*repair"),
     ],

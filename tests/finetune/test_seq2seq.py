@@ -13,7 +13,6 @@ from megacore.finetune.metrics import ANSWERS_NAME, read_answers, write_answers
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import SHOWN_ANSWERS, SplitScorer, build_task
 from tests.finetune._tiny_models import (
-    WORDS,
     copy_rows,
     learn,
     prepare,
@@ -21,6 +20,7 @@ from tests.finetune._tiny_models import (
     tiny_config,
     write_data,
     write_export,
+    write_mbart,
     write_model,
     write_rows,
 )
@@ -140,24 +140,8 @@ def test_sources_and_targets_of_an_exported_t5_end_with_the_end_token(
 def test_targets_with_a_language_after_the_end_token_stay_as_mbart_reads_them(
     tmp_path: Path,
 ) -> None:
-    import transformers
-
-    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [(f"\u2581{word}", -1.0) for word in WORDS]
-    tokenizer = transformers.MBartTokenizer(
-        vocab=[*special, *words], src_lang="en_XX", tgt_lang="ro_RO"
-    )
+    tokenizer = write_mbart(tmp_path / "model")
     start = tokenizer.convert_tokens_to_ids("ro_RO")
-    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)
-    counts = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
-    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
-    model = transformers.MBartForConditionalGeneration(
-        transformers.MBartConfig(
-            vocab_size=len(tokenizer), decoder_start_token_id=start, **sizes, **counts, **heads
-        )
-    )
-    for each in (model, tokenizer):
-        each.save_pretrained(tmp_path / "model")
     for split in ("train", "valid"):
         rows = [*copy_rows(2), {"source": "the", "target": "the " * 20}]
         write_rows(tmp_path / f"data/{split}.jsonl", rows)
