@@ -274,13 +274,16 @@ def _little_space(directory: Path) -> str:
 
 
 def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:
-    """Return rank and exit code of the first rank that failed, according to the launcher's log.
+    """Return rank and exit code of the first rank that failed, according to the launchers' log.
 
     If several hosts report a failure, the first report of a signal wins: the other ranks failed
-    only because they lost that one. Each value is None if the log does not give it.
+    only because they lost that one. SIGTERM does not count on the nodes of a batch job, for which
+    there are no `hosts`: the scheduler sends it to the others when one fails. Each value is None if
+    the log does not give it.
     """
-    failures = [failure for part in _by_host(text, hosts) if (failure := _first_in(part))]
-    signalled = [failure for failure in failures if failure.code < 0]
+    failures = [failure for part in _by_host(text, hosts) for failure in _failures_in(part)]
+    others = () if hosts else (-signal.SIGTERM,)
+    signalled = [failure for failure in failures if failure.code < 0 and failure.code not in others]
     first = min(signalled, key=lambda failure: failure.time) if signalled else None
     first = first or next(iter(failures), None)
     return (None, None) if first is None else (first.rank, first.code)
@@ -306,12 +309,14 @@ class _Failure(NamedTuple):
     code: int
 
 
-def _first_in(text: str) -> _Failure | None:
-    """Return the first failure in the log of one host's launcher, or None."""
-    if root := _ROOT_CAUSE.search(text):
-        return _Failure(root["time"] or "", int(root["rank"]), int(root["code"]))
+def _failures_in(text: str) -> list[_Failure]:
+    """Return the failures in a log: of one host, or of all nodes of a batch job."""
+    if roots := list(_ROOT_CAUSE.finditer(text)):
+        return [
+            _Failure(root["time"] or "", int(root["rank"]), int(root["code"])) for root in roots
+        ]
     cause = _DEEPSPEED_CAUSE.search(text)
-    return _Failure("", None, int(cause[1])) if cause else None
+    return [_Failure("", None, int(cause[1]))] if cause else []
 
 
 def _ended(code: int, kills: KillCounter) -> str:

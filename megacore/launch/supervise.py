@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -78,8 +78,9 @@ def supervise(
     `stall_limit` seconds, or if it is gone and the job continues without it, the ranks of this host
     write their Python stacks, all processes are killed at once, and a table of the ranks is written
     to the log and to `<log>-ranks.txt` next to it. For a job on several `hosts`, the command's
-    agents do this on each host and report it in `exit_directory`. While the scheduler's job is
-    queued or ending (`launcher_state.json`), no rank is watched and no time is counted.
+    agents do this on each host and report it in `exit_directory`. A scheduler's job
+    (`launcher_state.json`) is cancelled by its follower, which gets SIGTERM; while the job is
+    queued or ending, no rank is watched and no time is counted.
 
     If this runs in the main thread, SIGUSR1 is passed on to the ranks, and SIGINT, SIGTERM and
     SIGHUP are handled again if the exception of their handler was lost.
@@ -152,11 +153,23 @@ class _Limit:
     beginning: str
     """Beginning of the error message."""
     log: Path
-    started: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic clock in seconds."""
+    counted: float = 0.0
+    """Seconds that count, until the last check."""
 
-    def check(self) -> None:
-        """Raise StageTimeoutError if the limit is exceeded."""
-        if self.seconds is not None and time.monotonic() - self.started > self.seconds:
+    def __post_init__(self) -> None:
+        self._checked = self.clock()
+
+    def check(self, *, counts: bool = True) -> None:
+        """Count the time since the last check, if it `counts`.
+
+        Raises StageTimeoutError if the limit is exceeded.
+        """
+        now = self.clock()
+        self.counted += now - self._checked if counts else 0.0
+        self._checked = now
+        if self.seconds is not None and self.counted > self.seconds:
             raise StageTimeoutError(
                 f"{self.beginning} launch.timeout_minutes = {self.seconds / 60:g} minutes and was "
                 f"ended: raise launch.timeout_minutes, or look for a hang in {self.log}"
@@ -181,17 +194,17 @@ def _until_the_end(
             on_poll()
             if attempt.hosts and read_report(attempt.exit_directory):
                 return _wait_for_end(guard, attempt, on_poll, poll_interval)
-            if (
-                state := read_launcher_state(attempt.exit_directory)
-            ) is not None and state.state != "running":
+            state = read_launcher_state(attempt.exit_directory)
+            waits = state is not None and state.state != "running"
+            if waits:
                 watch.hold()
-                limit.started = time.monotonic()
             elif trouble := watch.look():
-                # There is no grace period: stuck ranks cannot save anything.
                 states = attempt.states(stacks=True)
-                end_all(lambda: descendants(guard.pid), 0.0, reap=lambda: None)
+                if state is None:  # otherwise the follower needs time to cancel its batch job
+                    # There is no grace period: stuck ranks cannot save anything.
+                    end_all(lambda: descendants(guard.pid), 0.0, reap=lambda: None)
                 raise attempt.troubled(trouble, states)
-            limit.check()
+            limit.check(counts=not waits)
     return code
 
 

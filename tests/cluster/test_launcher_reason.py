@@ -14,8 +14,10 @@ from megacore.errors import (
     PreemptedError,
     RankLostError,
     RankStalledError,
+    StageTimeoutError,
 )
 from megacore.launch.exit_reason import read_launcher_reason, write_launcher_reason, write_reason
+from megacore.launch.failure import Attempt
 from megacore.launch.rank_table import (
     LauncherReport,
     StateReport,
@@ -23,8 +25,14 @@ from megacore.launch.rank_table import (
     read_report,
     write_report,
 )
-from megacore.launch.supervise import supervise
-from megacore.launch.watch import REMOTE_DELAY, RankWatch, Trouble, write_launcher_state
+from megacore.launch.supervise import _Limit, supervise
+from megacore.launch.watch import (
+    REMOTE_DELAY,
+    KillCounter,
+    RankWatch,
+    Trouble,
+    write_launcher_state,
+)
 from megacore.observe.heartbeat import Heartbeat, beat_path
 from tests.launch._processes import environment
 from tests.launch.test_watch import Clock, first_trouble
@@ -51,6 +59,12 @@ def run(tmp_path: Path, script: str, **options: Any) -> None:
         poll_interval=0.05,
         **options,
     )
+
+
+def attempt(directory: Path) -> Attempt:
+    """Return an attempt of a batch job whose log and reasons are in `directory`."""
+    kills = KillCounter(lambda: None)
+    return Attempt("follow", directory / "log", 0, directory, ranks=24, kills=kills)
 
 
 def test_later_launcher_reason_does_not_replace_the_first(tmp_path: Path) -> None:
@@ -122,10 +136,41 @@ def test_queued_and_ending_time_does_not_count_towards_the_timeout(
     run(tmp_path, waits, timeout=2.0, stall_limit=0.5, ranks=1)
 
 
+def test_time_before_a_preemption_counts_towards_the_timeout(tmp_path: Path) -> None:
+    clock = Clock()
+    limit = _Limit(60.0, "the job ran longer than", tmp_path / "log", clock)
+    clock.now += 40.0
+    limit.check()
+    clock.now += 3600.0
+    limit.check(counts=False)  # queued again
+    clock.now += 40.0
+    with pytest.raises(StageTimeoutError, match="timeout_minutes = 1 minutes"):
+        limit.check()
+
+
 def test_running_time_counts_towards_the_timeout(tmp_path: Path) -> None:
     runs = "import time; write_launcher_state(directory, 'running', 'RUNNING'); time.sleep(2.5)"
     with pytest.raises(Exception, match=r"ran longer than launch\.timeout_minutes"):
         run(tmp_path, runs, timeout=2.0, stall_limit=0.5, ranks=1)
+
+
+def test_follower_of_a_stalled_batch_job_can_cancel_the_job(tmp_path: Path) -> None:
+    follows = """
+import signal, time
+from megacore.observe.heartbeat import Heartbeat, beat_path
+
+def cancel(number, frame):
+    (directory / "cancelled").touch()
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, cancel)
+Heartbeat(beat_path(directory, 0)).beat("forward-compute", 3)
+write_launcher_state(directory, "running", "RUNNING")
+time.sleep(30)
+"""
+    with pytest.raises(RankStalledError, match="rank 0 made no progress"):
+        run(tmp_path, follows, stall_limit=0.5, ranks=1)
+    assert (tmp_path / "exit" / "cancelled").exists()
 
 
 def test_report_of_the_agents_ends_the_job_with_a_rank_table(tmp_path: Path) -> None:
@@ -190,6 +235,38 @@ def test_signal_on_one_host_precedes_exit_codes_of_others(tmp_path: Path) -> Non
     peer = "write_reason(directory, 0, ConnectionResetError('connection reset by peer'))"
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
         run(tmp_path, f"{peer}\nprint({log_text!r})\nsys.exit(1)", hosts=("a", "b"), ranks=2)
+
+
+def reports(*failures: tuple[int, int]) -> str:
+    """Return the reports of torchrun on several nodes, of ranks with their exit codes."""
+    return "".join(
+        f"Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-28_15:00:{second:02}\n"
+        f"  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid: 7)\n"
+        for second, (rank, code) in enumerate(failures)
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "who"),
+    [
+        (((0, 8), (8, -9), (16, -6)), "rank 8 was ended by SIGKILL"),
+        (((8, -9), (0, -15)), "rank 8 was ended by SIGKILL"),
+        (((8, -15),), "rank 8 was ended by SIGTERM"),
+    ],
+)
+def test_rank_that_a_signal_ended_is_named_among_the_nodes_of_a_batch_job(
+    tmp_path: Path, failures: tuple[tuple[int, int], ...], who: str
+) -> None:
+    write_reason(tmp_path, 0, ConnectionResetError("connection reset by peer"))
+    (tmp_path / "log").write_text(reports(*failures))
+    assert who in str(attempt(tmp_path).failed(1))
+
+
+def test_ranks_that_the_scheduler_ended_do_not_hide_the_reason_of_a_rank(tmp_path: Path) -> None:
+    write_reason(tmp_path, 8, DataFormatError("the shard is damaged"))
+    (tmp_path / "log").write_text(reports((8, 3), (0, -15)))
+    error = attempt(tmp_path).failed(1)
+    assert type(error) is DataFormatError, error
 
 
 def test_memory_exhaustion_reported_by_the_launcher_is_raised(tmp_path: Path) -> None:
