@@ -33,6 +33,7 @@ from megacore.config.hostfile import devices_of, hosts_of, is_only_here, is_this
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostsSilentError
 from megacore.hardware import DEVICE_VARIABLE, Hardware
+from megacore.jobs.model import ResultJob
 from megacore.jobs.run import RankJob
 from megacore.launch.failure import REPEATS
 from megacore.paths import glob, is_file
@@ -183,7 +184,8 @@ def plan_of(
         rdzv_endpoint=launch.rdzv_endpoint,
         host_timeout=launch.host_timeout,
         stop_grace=launch.stop_grace,
-        stall_limit=launch.stall_limit,
+        # The ranks of such a job write no heartbeat.
+        stall_limit=None if isinstance(job, ResultJob) else launch.stall_limit,
         exit_directory=str(Path(job.exit_directory).absolute()),
         copy_files=launch.data_placement == "node_local",
         retried=getattr(job, "attempt", 1) > 1,

@@ -12,6 +12,7 @@ from megacore.cluster.start import Start, check_launcher, dry_run_commands, star
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError
 from megacore.hardware import DEVICE_VARIABLE, Gpu, Hardware
+from megacore.jobs.model import ResultJob
 from megacore.jobs.run import RankJob, TrainJob
 from megacore.launch.failure import REPEATS, RESUMES
 from tests.train import _runs
@@ -130,6 +131,20 @@ def test_configured_env_file_applies_to_a_local_job(
 
 def test_single_local_rank_starts_without_the_deepspeed_launcher(tmp_path: Path) -> None:
     assert "deepspeed.launcher.launch" not in start(tmp_path, 1, kind="deepspeed").command
+
+
+def test_agents_watch_no_ranks_that_write_no_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.cluster.start.check_ssh", lambda hosts: None)
+    launch = LaunchConfig(hostfile=hostfile(tmp_path), nproc_per_node="auto")
+    job = ResultJob(
+        exit_directory=str(tmp_path / "exit"), ranks=4, threads_per_rank=1, output="result.json"
+    )
+    start_ranks(launch, "megacore.ranks.zeroshot", job, tmp_path / "job.json")
+    assert json.loads((tmp_path / "hosts.json").read_text())["stall_limit"] is None
+    start(tmp_path, ranks=4, hostfile=launch.hostfile, nproc_per_node="auto")
+    assert json.loads((tmp_path / "hosts.json").read_text())["stall_limit"] == 600.0
 
 
 def test_several_hosts_get_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
