@@ -4,7 +4,7 @@ Includes the baseline that training must beat: the perplexity of a unigram model
 the frequency of each token.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,13 @@ class CheckpointScorer:
         The frequencies are those of the train split, the target tokens those that `score` counts.
         """
         job = self._job
-        self._mesh.beat("unigram")
         tokens = train_tokens(
             job.token_prefixes,
             job.index_directory,
             job.config,
             tokenizer_directory=job.tokenizer_directory,
         )
-        model = UnigramModel(tokens, job.vocab_size)
+        model = UnigramModel(in_blocks(tokens, partial(self._mesh.beat, "unigram")), job.vocab_size)
         return {
             name: model.perplexity(self._targets(dataset)) for name, dataset in self._splits.items()
         }
@@ -214,6 +213,19 @@ class CheckpointScorer:
         )
 
 
+def in_blocks(
+    parts: Iterable[tuple[str, npt.NDArray[Any]]], beat: Callable[[], None]
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield the tokens of all parts in blocks, each with its prefix, and call `beat` before each.
+
+    A rank without a heartbeat counts as stalled, and all tokens of a large corpus take long.
+    """
+    for prefix, part in parts:
+        for start in range(0, len(part), _BLOCK_TOKENS):
+            beat()
+            yield prefix, part[start : start + _BLOCK_TOKENS]
+
+
 class UnigramModel:
     """Unigram model with add-one-smoothed token frequencies."""
 
@@ -242,15 +254,10 @@ class UnigramModel:
 
     def _count(self, tokens: npt.NDArray[Any], origin: str) -> npt.NDArray[np.int64]:
         """Count the occurrences of each id; shape [v]."""
-        counts = np.zeros(self._vocab_size, np.int64)
-        for start in range(0, len(tokens), _BLOCK_TOKENS):
-            block = tokens[start : start + _BLOCK_TOKENS]
-            if block.min() < 0 or block.max() >= self._vocab_size:
-                wrong = block.min() if block.min() < 0 else block.max()
-                raise DataFormatError(
-                    f"{origin} holds the token id {wrong}, but the vocabulary has "
-                    f"{self._vocab_size} entries: use the tokenizer that these tokens were made "
-                    "with"
-                )
-            counts += np.bincount(block, minlength=self._vocab_size)
-        return counts
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self._vocab_size):
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise DataFormatError(
+                f"{origin} holds the token id {wrong}, but the vocabulary has {self._vocab_size} "
+                "entries: use the tokenizer that these tokens were made with"
+            )
+        return np.bincount(tokens, minlength=self._vocab_size)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megacore.errors import DataFormatError
-from megacore.train.score import UnigramModel
+from megacore.train import score
+from megacore.train.score import UnigramModel, in_blocks
 
 
 def test_perplexity_is_that_of_smoothed_frequencies() -> None:
@@ -27,3 +28,14 @@ def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
         DataFormatError, match=rf"a\.bin holds the token id {wrong}, but the vocabulary has 3"
     ):
         UnigramModel([("a", np.array([0, wrong, 1], np.int32))], 3)
+
+
+def test_each_block_of_a_large_corpus_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "_BLOCK_TOKENS", 2)
+    beats: list[int] = []
+    parts = [("a", np.arange(5)), ("b", np.arange(0)), ("c", np.arange(2))]
+    blocks = [
+        (prefix, block.tolist(), len(beats))
+        for prefix, block in in_blocks(parts, lambda: beats.append(0))
+    ]
+    assert blocks == [("a", [0, 1], 1), ("a", [2, 3], 2), ("a", [4], 3), ("c", [0, 1], 4)]
