@@ -22,7 +22,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacore.artifact.files import read_object, reason_of, workspace_errors, write_json
+from megacore.artifact.files import (
+    read_json,
+    read_object,
+    reason_of,
+    workspace_errors,
+    write_json,
+)
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
 from megacore.cluster.batch.spec import BatchSpec, FollowerWatch
@@ -68,6 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
             node = kubernetes_node(spec, options.jobset, os.environ)
         return run_node(spec, options.token, node)
     except MegacoreError as error:
+        # Without the reason the flow would retry an error that stays.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, MegacoreError):
+            # Another version's specification has the directory, too.
+            write_launcher_reason(read_json(options.spec)["exit_directory"], error)
         parser.exit(error.exit_code, f"{error}\n")
 
 

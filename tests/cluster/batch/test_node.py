@@ -142,6 +142,26 @@ def job_node(nodes: int, rank: int = 0) -> JobNode:
     return JobNode(rank, [f"n{number}" for number in range(nodes)], 4, "127.0.0.1", 1)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_error_before_the_ranks_is_written_so_that_it_is_not_retried(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_spec = spec(tmp_path)
+    batch_spec.write()
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    message = "JOB_COMPLETION_INDEX is '1' in this pod"
+    if damaged:
+        values = json.loads(batch_spec.path.read_text()) | {"new": 1}
+        batch_spec.path.write_text(json.dumps(values))
+        message = "no batch job written by this version"
+    with pytest.raises(SystemExit):
+        node_module.main(["kubernetes", f"--spec={batch_spec.path}", "--token=t", "--jobset=set"])
+    reason = read_launcher_reason(tmp_path / "exit")
+    assert message in str(reason)
+    assert reason is not None
+    assert not reason.retryable
+
+
 def test_largest_number_of_hosts_that_divides_the_batch_takes_part(tmp_path: Path) -> None:
     """A global batch of 8 in micro batches of 2 is divisible among 1, 2 and 4 ranks."""
     run = _runs.config(launch={"kind": "slurm", "nnodes": "2:4", "nproc_per_node": 1})
