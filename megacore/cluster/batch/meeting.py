@@ -25,6 +25,8 @@ LIMIT = 180.0
 load its image."""
 
 _INTERVAL = 0.2
+_LOOKS = 3
+"""Looks at the other nodes within the limit, after the first one."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,17 @@ def meet(
         )
         seen: dict[int, tuple[Any, Any]] = {}
         alive: dict[int, dict[str, Any]] = {}
+        next_look = started
         while True:
             count += 1
             greeting = {"nonce": nonce, "count": count, "versions": versions, **asdict(mine)}
             _write(_greeting_path(folder, rank), greeting)
+            late = time.monotonic() - started > limit
+            # The others only look a few times, to name the absent nodes.
+            if rank == 0 or late or time.monotonic() >= next_look:
+                next_look += limit / _LOOKS
+                _listen(folder, rank, len(names), seen, alive)
             if rank == 0:
-                _listen(folder, len(names), seen, alive)
                 if len(alive) == len(names) - 1:
                     for other, answer in sorted(alive.items()):
                         check_versions(
@@ -110,10 +117,11 @@ def meet(
                 str(rank)
             ) == nonce:
                 return Meeting(str(reply["address"]), int(reply["port"]), str(reply["address"]))
-            if time.monotonic() - started > limit:
-                absent = [names[other] for other in range(1, len(names)) if other not in alive]
+            if late:
+                here = {*alive, rank}
+                absent = [name for other, name in enumerate(names) if other not in here]
                 raise HostLostError(
-                    f"{', '.join(absent) if rank == 0 else names[0]} did not begin within "
+                    f"{', '.join(absent) or names[0]} did not begin within "
                     f"{limit:g} s, or does not see {folder} as {names[rank]} does: look at it, and "
                     "at whether the workspace is mounted there"
                 )
@@ -123,10 +131,14 @@ def meet(
 
 
 def _listen(
-    folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: dict[int, dict[str, Any]]
+    folder: Path,
+    rank: int,
+    nodes: int,
+    seen: dict[int, tuple[Any, Any]],
+    alive: dict[int, dict[str, Any]],
 ) -> None:
     """Add the greetings of other nodes to `alive` that have changed since they were first seen."""
-    for other in range(1, nodes):
+    for other in set(range(nodes)) - {rank}:
         greeting = _read(_greeting_path(folder, other))
         if greeting is None:
             continue

@@ -36,8 +36,21 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
         HostLostError, match=r"two, three did not begin within 1 s, or does not see .*nodes as"
     ):
         meet(folder, 0, NAMES, MEETINGS[0], limit=1.0)
-    with pytest.raises(HostLostError, match="one did not begin within 1 s"):
+    with pytest.raises(HostLostError, match="one, three did not begin within 1 s"):
         meet(folder, 1, NAMES, MEETINGS[1], limit=1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_node_names_the_node_that_is_absent(rank: int, tmp_path: Path) -> None:
+    """The reason of the node that gives up first is the flow's error."""
+    with ThreadPoolExecutor(2) as pool:
+        limits = {rank: 1.5, 1 - rank: 3.0}
+        jobs = [
+            pool.submit(meet, tmp_path / "nodes", each, NAMES, MEETINGS[each], limit=limits[each])
+            for each in range(2)
+        ]
+        with pytest.raises(HostLostError, match=r"^three did not begin within 1\.5 s"):
+            jobs[rank].result()
 
 
 def test_different_versions_are_refused_and_named(
