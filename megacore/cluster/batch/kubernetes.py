@@ -21,6 +21,7 @@ from megacore.cluster.batch.scheduler import (
     pause,
     render,
     run,
+    say,
 )
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.config.launch import LaunchConfig
@@ -33,8 +34,6 @@ from megacore.errors import (
     RankLostError,
 )
 
-REMOVE_LIMIT = 180.0
-"""Seconds to wait until the deleted JobSet of an earlier attempt is gone."""
 _REMOVE_MARGIN = 10.0
 """Seconds, beyond their grace period, to wait for the pods of a deleted JobSet."""
 PORT = 29500
@@ -183,13 +182,27 @@ class KubernetesJob:
         return Submission(submission.token, self._name)
 
     def remove(self, earlier: Submission) -> None:
-        """Delete the JobSet of an earlier follower, and wait until its pods are gone."""
+        """Delete the JobSet of an earlier follower, and wait until its pods are gone.
+
+        A pod on a lost node is never gone. The wait ends when the pods must have ended themselves,
+        because they have no follower.
+        """
         name = self.name(earlier.token)
+        limit = self._spec.follower_limit + self._spec.grace + _REMOVE_MARGIN
         done = _until_answered(
-            [*self._delete(name), "--wait=true", f"--timeout={REMOVE_LIMIT:g}s"],
-            timeout=REMOVE_LIMIT + TIMEOUT,
+            [*self._delete(name), "--wait=true", f"--timeout={limit:g}s"],
+            timeout=limit + TIMEOUT,
         )
         if done.returncode != 0:
+            listed = self._get("pods", f"--selector={_LABEL}={name}")
+            if listed is not None and all(
+                pod["metadata"].get("deletionTimestamp") for pod in listed.get("items", [])
+            ):
+                say(
+                    f"kubernetes: JobSet {name} is deleted but not gone after {limit:g} s, as with "
+                    "a pod on a lost node: its pods have ended themselves by now"
+                )
+                return
             raise LaunchError(
                 f"JobSet {name} of an earlier attempt cannot be deleted: {one_line(done)}: look at "
                 "it with kubectl describe, and start again when it is gone"

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from megacore.cluster.batch.scheduler import (
     run,
     say,
 )
-from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
+from megacore.cluster.batch.spec import FOLLOWER_LIMIT, BatchSpec, FollowerBeat
 from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     ConfigError,
@@ -35,8 +35,9 @@ from megacore.errors import (
 )
 from megacore.launch.guard import JOB_VARIABLE, NOT_FOUND
 
-REMOVE_LIMIT = 180.0
-"""Seconds to wait until the cancelled job of an earlier attempt has ended."""
+REMOVE_LIMIT = FOLLOWER_LIMIT + 60.0
+"""Seconds to wait until the cancelled job of an earlier attempt has ended: by then its ranks have
+ended themselves, because it has no follower."""
 
 _EXPORTED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "LD_LIBRARY_PATH"),
@@ -404,12 +405,16 @@ def submit_until_answered(
 def remove_jobs(name: str, job: str | None, stopped: Callable[[], bool] = lambda: False) -> None:
     """Cancel the jobs of a name and the one with an id, and wait until they have ended.
 
-    It returns earlier if `stopped` returns True. Raises LaunchError.
+    After REMOVE_LIMIT a job that is completing counts as ended: a node that does not answer, or a
+    process that hangs in the kernel, can hold it for long. It returns earlier if `stopped` returns
+    True. Raises LaunchError.
     """
     started = time.monotonic()
     while jobs := _unended_jobs(name, job):
         run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
         if time.monotonic() - started > REMOVE_LIMIT:
+            if not _unended_jobs(name, job, ENDED | _ENDING):
+                return
             raise LaunchError(
                 f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it "
                 "was cancelled, or Slurm does not answer: look at it with scontrol show job, "
@@ -420,8 +425,8 @@ def remove_jobs(name: str, job: str | None, stopped: Callable[[], bool] = lambda
         time.sleep(_PAUSE)
 
 
-def _unended_jobs(name: str, job: str | None) -> set[str]:
-    """Return the ids of jobs that have not ended; the name if Slurm is silent.
+def _unended_jobs(name: str, job: str | None, ended: Set[str] = ENDED) -> set[str]:
+    """Return the ids of jobs whose states are not in `ended`; the name if Slurm is silent.
 
     A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a second
     copy of a job. A job with the id but another name is not meant: another cluster, where the same
@@ -445,7 +450,7 @@ def _unended_jobs(name: str, job: str | None) -> set[str]:
         for each, found in records.items()
         if found is None
         or any(
-            record.get("JobState") not in ENDED and record.get("JobName", first_word) == first_word
+            record.get("JobState") not in ended and record.get("JobName", first_word) == first_word
             for record in found
         )
     }

@@ -344,6 +344,29 @@ def test_a_jobset_is_applied_again_while_the_server_does_not_answer(
     assert asked == asked[:1] * calls
 
 
+@pytest.mark.parametrize("leaving", [True, False])
+def test_pod_on_a_lost_node_does_not_prevent_the_next_jobset(
+    leaving: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = KubernetesJob(spec(launch(), tmp_path))
+    metadata = {"name": "p"} | ({"deletionTimestamp": "2026-11-28T15:00:03Z"} if leaving else {})
+    pods = json.dumps({"items": [{"metadata": metadata, "status": {"phase": "Running"}}]})
+
+    def answer(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        if command[1] == "get":
+            return subprocess.CompletedProcess(command, 0, pods, "")
+        assert "--timeout=340s" in command, "pods without a follower end after 300 s"
+        message = "error: timed out waiting for the condition on jobsets/megacore-ab"
+        return subprocess.CompletedProcess(command, 1, "", message)
+
+    monkeypatch.setattr(kubernetes, "run", answer)
+    if leaving:
+        job.remove(Submission("ab", None))
+    else:
+        with pytest.raises(LaunchError, match="of an earlier attempt cannot be deleted: error: ti"):
+            job.remove(Submission("ab", None))
+
+
 def test_single_wrong_notfound_does_not_count_hours_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,6 +294,15 @@ def test_earlier_job_is_removed_only_on_a_positive_answer(
     with pytest.raises(LaunchError, match="job 7 of an earlier attempt does not end"):
         job.remove(known)
     job.remove(unknown)
+    running, completing = (
+        (0, answer(state)[1].replace("run-1", job.name("t")), "")
+        for state in ("RUNNING", "COMPLETING")
+    )
+    answers["scontrol"] = running
+    with pytest.raises(LaunchError, match="job 7 of an earlier attempt does not end"):
+        job.remove(known)
+    answers["scontrol"] = completing  # on a node that does not answer, for hours
+    job.remove(known)
     answers["scontrol"] = (1, "", "slurm_load_jobs error: Invalid job id specified")
     job.remove(known)
     answers["scontrol"] = answer("CANCELLED")
