@@ -10,6 +10,7 @@ submitted again while an earlier one exists.
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -48,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         return Follower(spec, SCHEDULERS[spec.launch.kind](spec)).follow()
     except MegacoreError as error:
         _say(spec, str(error))
-        write_launcher_reason(spec.exit_directory, error)
+        with contextlib.suppress(MegacoreError):  # the code says it, too
+            write_launcher_reason(spec.exit_directory, error)
         return error.exit_code
 
 

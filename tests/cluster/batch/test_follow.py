@@ -143,3 +143,22 @@ def test_silence_of_the_scheduler_is_logged_with_its_error(
         "no answer for 0.001 s (error: You must be logged in to the server); the job continues"
         in capsys.readouterr().out
     )
+
+
+def test_error_keeps_its_code_if_its_reason_cannot_be_written(
+    spec: BatchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(RecordingScheduler):
+        def __init__(self, spec: BatchSpec) -> None:
+            super().__init__()
+
+        def submit(self, submission: Submission, stopped: Callable[[], bool]) -> Submission:
+            raise LaunchError("no such partition")
+
+    def full(directory: Path, error: Exception) -> None:
+        raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(follow, "SCHEDULERS", {"slurm": Refusing})
+    monkeypatch.setattr(follow, "write_launcher_reason", full)
+    spec.write()
+    assert follow.main([f"--spec={spec.path}"]) == LaunchError.exit_code
