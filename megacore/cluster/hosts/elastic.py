@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from megacore.cluster.hosts.hardware import ANSWER_LIMIT
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
-from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
+from megacore.config.hostfile import hosts_of, slots_of
 from megacore.config.run import RunConfig
 from megacore.errors import HostLostError, LaunchError
 from megacore.plan.layouts import dividing_hosts
@@ -66,14 +66,14 @@ def choose_hosts(
 
 
 def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
-    """Return the other hosts that do not answer, or lost a GPU, each with the reason.
+    """Return the hosts that do not answer, or lost a GPU, each with the reason.
 
-    The driver no longer shows a GPU that fell off the bus.
+    The driver no longer shows a GPU that fell off the bus, also on this host, where a new process
+    asks it.
     """
-    others = [host for host in slots if not is_this_machine(host)]
     unfit: dict[str, str] = {}
     gpus: dict[str, int] = {}
-    for result in run_on_hosts(ssh, others, python("megacore.hardware"), timeout=ANSWER_LIMIT):
+    for result in run_on_hosts(ssh, [*slots], python("megacore.hardware"), timeout=ANSWER_LIMIT):
         if result.problem is not None:
             unfit[result.host] = result.problem
         else:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,24 @@ def test_host_that_lost_a_gpu_is_left_out(
     ) in caplog.text
     gpus.update(dict.fromkeys(gpus, 0))  # hosts that compute on CPUs
     assert choose(tmp_path, "1:4", slots) == {"worker-1": 2, "worker-2": 2}  # they divide the batch
+
+
+def test_this_host_is_left_out_too_if_it_lost_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"{here} slots=2\nworker-1 slots=2\n")
+    launch = {"hostfile": str(tmp_path / "hosts"), "nnodes": "1:2", "nproc_per_node": "auto"}
+    gpus = {here: 1, "worker-1": 2}
+
+    def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
+        lines = [json.dumps({"gpus": [{"name": "H100"}] * gpus[host]}) for host in hosts]
+        return [
+            HostResult(host, 0, line.encode(), "") for host, line in zip(hosts, lines, strict=True)
+        ]
+
+    monkeypatch.setattr(elastic, "run_on_hosts", answer)
+    assert choose_hosts(_runs.config(launch=launch)) == {"worker-1": 2}
 
 
 def test_number_of_chosen_hosts_divides_the_batch(tmp_path: Path, silent: set[str]) -> None:
