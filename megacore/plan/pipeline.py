@@ -144,7 +144,7 @@ def plan_pipeline(
     precision = hardware.resolve_precision(train.precision)
     lighter = None
     if gpus := hardware.gpus:
-        host = hardware.memory // len(gpus)
+        host = hardware.memory // (together or len(gpus))
         deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host)
         lighter = lighter_recompute(config, deployment, min(gpu.memory for gpu in gpus))
     time, delayed = predict_run(iteration), _delayed(config, layout)

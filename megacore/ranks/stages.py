@@ -13,7 +13,6 @@ from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.hardware import hardware_of
 from megacore.cluster.placement.prepare import prepare_hosts
 from megacore.cluster.start import Start, start_here, start_ranks
-from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ArtifactError, MegacoreError, MemoryExhaustedError
 from megacore.finetune.resolve import memory_advice as finetune_memory_advice
@@ -24,6 +23,7 @@ from megacore.launch.exit_reason import read_reasons
 from megacore.launch.supervise import supervise
 from megacore.paths import glob
 from megacore.plan.advice import Deployment, memory_advice
+from megacore.plan.layouts import ranks_per_host
 from megacore.plan.memory import GIB
 from megacore.ranks.operators import prepare_operators
 
@@ -199,15 +199,22 @@ def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
             text = advice()
         except MegacoreError:  # such as a host that does not answer, perhaps for lack of memory
             raise error from None
+        if not text:
+            raise
         raise MemoryExhaustedError(f"{error}; {text}") from error
 
 
 def _memory_advice(job: TrainJob) -> str:
-    """Return the planner's advice for a job whose rank the kernel killed."""
+    """Return the planner's advice for a job whose rank the kernel killed.
+
+    It is empty for a scheduler's GPUs, whose hosts this host does not resemble if it has none.
+    """
     hardware = hardware_of(job.config.launch)
-    hosts = job.hosts or hosts_of(job.config.launch)
+    if job.config.launch.requests_gpus and not hardware.gpus:
+        return ""
     precision = hardware.resolve_precision(job.precision or job.config.train.precision)
-    host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
+    together = max(job.hosts.values(), default=ranks_per_host(job.config.launch, job.ranks))
+    host = hardware.memory // together
     deployment = Deployment(job.ranks, job.vocab_size, precision, hardware.device_type, host)
     advice = memory_advice(job.config, deployment)
     return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on {hardware.owner})"

@@ -175,6 +175,20 @@ def test_advice_on_memory_is_estimated_for_the_host() -> None:
     assert "launch.nproc_per_node" not in str(caught.value)
 
 
+def test_plan_and_preflight_divide_host_memory_by_the_same_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Hardware(64, 512 * GIB, (A100,) * 2)
+    config = conf("gpt2-345m", launch__nproc_per_node=1)
+    shares = []
+    monkeypatch.setattr(
+        "megacore.plan.pipeline.lighter_recompute",
+        lambda config, deployment, room: shares.append(deployment.host),
+    )
+    plan_pipeline(config, VOCAB_SIZE, two)
+    assert shares == [preflight(config, VOCAB_SIZE, two).host_available]
+
+
 def test_a_lighter_recomputation_that_fits_is_named() -> None:
     def lighter(memory: float, **values: object) -> str | None:
         gpu = Hardware(64, 512 * GIB, (Gpu("a GPU", int(memory * GIB)),), native_bf16=True)

@@ -2,13 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.artifact import StageKey, build_artifact
+from megacore.config.launch import LaunchConfig
+from megacore.config.run import RunConfig
 from megacore.errors import ArtifactError, HostsSilentError, MemoryExhaustedError
 from megacore.hardware import Hardware
 from megacore.jobs.run import TrainJob
+from megacore.plan.advice import Deployment
 from megacore.ranks import stages
 from tests.artifact.test_manifest import flip
 from tests.train import _runs
@@ -82,9 +86,38 @@ def test_memory_advice_is_for_the_hosts_of_the_ranks(
     assert stages._memory_advice(job).endswith("(3.0 GiB of host memory on host worker-1)")
 
 
-def test_advice_that_cannot_be_given_does_not_replace_the_lack_of_memory(tmp_path: Path) -> None:
+def test_memory_advice_for_a_scheduler_is_for_the_ranks_of_one_of_its_hosts(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Hardware(cores=8, memory=8 * 2**30)
+    monkeypatch.setattr(stages, "hardware_of", lambda launch: here)
+    shares: list[int] = []
+
+    def advise(config: RunConfig, deployment: Deployment) -> str:
+        shares.append(deployment.host)
+        return "use less"
+
+    monkeypatch.setattr(stages, "memory_advice", advise)
+    slurm = {"kind": "slurm", "nproc_per_node": 2, "nnodes": 4, "hostfile": None}
+
+    def advice(**launch: Any) -> str:
+        section = LaunchConfig.model_validate(slurm | launch)
+        config = job.config.model_copy(update={"launch": section})
+        return stages._memory_advice(job.model_copy(update={"config": config, "ranks": 8}))
+
+    assert advice(allow_cpu=True)
+    assert shares == [4 * 2**30]
+    assert advice() == "", "the scheduler's GPUs are not known here"
+
+
+@pytest.mark.parametrize("advice", ["", None])
+def test_advice_that_cannot_be_given_does_not_replace_the_lack_of_memory(
+    tmp_path: Path, advice: str | None
+) -> None:
     def ask() -> str:
-        raise HostsSilentError("worker-1 does not answer")
+        if advice is None:
+            raise HostsSilentError("worker-1 does not answer")
+        return advice
 
     lack = MemoryExhaustedError("rank 3 ran out of host memory")
     with pytest.raises(MemoryExhaustedError) as caught, stages.advising(tmp_path, ask):
