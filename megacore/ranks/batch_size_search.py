@@ -6,7 +6,8 @@ The search doubles the micro batch, then bisects. Every probe runs on new ranks.
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -363,15 +364,23 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
     probed.write(job_file)
     watch.on_start(log)
     try:
-        run_ranks(probed, "megacore.ranks.finetune_probe", job_file, log, watch.on_poll)
+        with _memory_errors(log):
+            run_ranks(probed, "megacore.ranks.finetune_probe", job_file, log, watch.on_poll)
     except MemoryExhaustedError as error:
         return TooLarge(str(error))
+    return Fits(int(read_object(output)["peak_memory"]))
+
+
+@contextmanager
+def _memory_errors(log: Path) -> Iterator[None]:
+    """Raise MemoryExhaustedError for ranks lost in the body that a failed allocation aborted."""
+    try:
+        yield
     except RankLostError as error:
         text = log.read_text(encoding="utf-8", errors="replace") if exists(log) else ""
         if (abort := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
             raise
-        return TooLarge(f"{abort}: {error}")
-    return Fits(int(read_object(output)["peak_memory"]))
+        raise MemoryExhaustedError(f"{abort}: {error}") from error
 
 
 def measure_epoch(
@@ -385,7 +394,8 @@ def measure_epoch(
     folder = scratch / "epoch"
     measured = _in_folder(job, folder, batch)
     watch.on_start(measured.attempt_log)
-    finetune(measured, watch.on_poll)
+    with _memory_errors(measured.attempt_log):
+        finetune(measured, watch.on_poll)
     result = read_object(folder / "result.json")
     for name in ("checkpoints", "best"):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -222,6 +222,20 @@ def test_memory_exhaustion_of_the_epoch_is_reported(
     )
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_abort_of_the_epoch_by_a_failed_allocation_is_reported(
+    tmp_path: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def epoch(measured: FinetuneJob, on_poll: Any) -> None:
+        measured.attempt_log.parent.mkdir(parents=True)
+        measured.attempt_log.write_text("what():  std::bad_alloc\n")
+        raise RankLostError("rank 0 was ended by SIGABRT")
+
+    rank(WRITE_PEAK_MEMORY)
+    monkeypatch.setattr(batch_size_search, "finetune", epoch)
+    assert search(tmp_path, 4)["epoch_failure"] == "std::bad_alloc: rank 0 was ended by SIGABRT"
+
+
 def test_method_uses_the_deepspeed_config_of_its_stage_with_auto_batch() -> None:
     json = {
         "zero_optimization": {"stage": 2},
