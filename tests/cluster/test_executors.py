@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("datatrove", reason="the extra curate is not installed")
 
 from megacore.cluster.batch import array as arrays
+from megacore.cluster.batch.scheduler import Submission
 from megacore.cluster.executors import check_executor, executor_of
 from megacore.config.curate import ChosenExecutor, CurateSteps
 from megacore.config.validate import validated
@@ -23,7 +24,13 @@ from megacore.corpus import curate_task
 from megacore.corpus.curate import Executor, curate_segments
 from megacore.corpus.curate_job import CurateOptions, Job, Phase
 from megacore.corpus.segments import jsonl_segments
-from megacore.errors import ConfigError, DataFormatError, LaunchError, WorkerLostError
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    LaunchError,
+    MegacoreError,
+    WorkerLostError,
+)
 from tests.cluster.batch._slurm import Slurm
 from tests.launch._processes import REPOSITORY, alive, wait_until
 
@@ -393,6 +400,27 @@ def test_a_host_without_a_configuration_of_slurm_is_named_at_once(
     with pytest.raises(LaunchError, match=r"no configuration here \(squeue: fatal.*a host of the"):
         run(place, "out", execute)
     assert re.match(r"slurm: pass-0: submits [\d,]+ tasks with sbatch$", lines[0])
+
+
+@pytest.mark.parametrize("kind", [DataFormatError, WorkerLostError, LaunchError])
+def test_error_of_a_task_counts_although_its_array_cannot_be_cancelled(
+    kind: type[MegacoreError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def does_not_end(submission: Submission, folder: Path) -> None:
+        raise LaunchError("job 9 does not end")
+
+    monkeypatch.setattr(arrays, "_remove", does_not_end)
+    lines: list[str] = []
+    execute = arrays.SlurmArrays(executor(kind="slurm"), 1, lines.append)
+
+    def fails() -> None:
+        with execute(tmp_path):
+            Submission("ab", "9").write(tmp_path / "slurm")
+            raise kind("of the block")
+
+    with pytest.raises(kind, match="job 9 does not end" if kind is LaunchError else "of the block"):
+        fails()
+    assert ("slurm: job 9 does not end" in lines) is (kind is not LaunchError)
 
 
 def test_an_option_that_slurm_refuses_is_not_submitted_again(

@@ -72,10 +72,15 @@ class SlurmArrays:
             _remove(earlier, folder)
         try:
             yield self._run
-        except BaseException:
+        except BaseException as cause:
             if current := Submission.read(folder):
                 self._say(f"slurm: cancels {_name(current)}")
-                _remove(current, folder)
+                try:
+                    _remove(current, folder)
+                except LaunchError as error:
+                    if type(cause) is LaunchError:  # this one says more of the same problem
+                        raise
+                    self._say(f"slurm: {error}")
             raise
 
     def _run(self, job: Job, phase: Phase, ranks: Sequence[int]) -> None:
