@@ -240,10 +240,14 @@ def check_methods(config: FinetuneConfig, hardware: Hardware) -> None:
 def memory_limit_of(config: FinetuneConfig, ranks: int, hardware: Hardware) -> int | None:
     """Return the memory limit of each rank in bytes; None means the memory of its GPU.
 
+    The memory of a scheduler's GPUs is unknown if this host has none.
+
     Raises:
         ConfigError: the configured limit exceeds the available memory.
     """
     limit_gb = config.find_batch_size.memory_limit_gb
+    if config.launch.requests_gpus and not hardware.gpus:
+        return None if limit_gb is None else round(limit_gb * 1e9)
     device = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory
     if limit_gb is not None and limit_gb * 1e9 > device:
         raise ConfigError(

@@ -268,6 +268,14 @@ def test_memory_limit_is_the_share_of_a_rank_or_the_configured_limit() -> None:
     assert memory_limit_of(limited, 2, ONE_GPU) == memory_limit_of(limited, 2, NO_GPU) == 20 * 10**9
 
 
+def test_memory_of_this_host_does_not_limit_the_gpus_of_a_scheduler() -> None:
+    slurm = {"kind": "slurm", "nproc_per_node": 2}
+    assert memory_limit_of(config(launch=slurm), 2, NO_GPU) is None
+    limited = config(launch=slurm, find_batch_size={"memory_limit_gb": 80})
+    assert memory_limit_of(limited, 2, NO_GPU) == 80 * 10**9
+    assert memory_limit_of(config(launch=slurm | {"allow_cpu": True}), 2, NO_GPU) is not None
+
+
 @pytest.mark.parametrize(
     ("hardware", "owner"), [(ONE_GPU, "a GPU has 80.0"), (NO_GPU, "this machine has 32.0")]
 )
