@@ -5,7 +5,6 @@ perplexity on the test split, greedy choices, every weight, and the tokenizer. A
 published only if all of them agree. Otherwise the report names the first layer that differs.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megacore.convert.outputs import (
 from megacore.convert.report import ParityReport, same_to_four_digits, within
 from megacore.errors import ConversionError, listed, one_line
 from megacore.models.inputs import ModelInput
+from megacore.observe.logging import perplexity
 from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import JsonTokenizer
 
@@ -61,7 +61,7 @@ class Perplexities:
     """Sums of the losses in nats, by the name of the model."""
 
     def __getitem__(self, name: str) -> float:
-        return math.exp(min(self.sums[name] / max(self.labels, 1), 700.0))
+        return perplexity(self.sums[name] / max(self.labels, 1))
 
 
 def check_models(

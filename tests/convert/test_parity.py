@@ -1,6 +1,7 @@
 """The gate can fail: every way in which an export differs from the model is found and named."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from megacore.convert.parity import (
     load_exported,
     load_exported_tokenizer,
 )
-from megacore.convert.report import ParityReport
+from megacore.convert.report import ParityReport, same_to_four_digits
 from megacore.convert.source import CheckpointTensors
 from megacore.convert.tokenizers import read_tokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import ConversionError
+from megacore.models.inputs import ModelInput
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 from megacore.tokenizer.vocabulary import special_tokens
@@ -231,6 +233,18 @@ def test_a_changed_weight_that_no_sample_uses_fails_the_gate(exported: Exported)
     assert report["max_abs_logit_difference"] <= 1e-4
     assert report["first_differing_layer"] is None
     assert "its weights differ in embedding.position_embeddings.weight" in message
+
+
+def test_perplexities_beyond_fp64_are_not_taken_for_equal() -> None:
+    losses = {"small": 5.0, "ours": 800.0, "exported": 900.0}
+    labels = torch.zeros(1, 1, dtype=torch.long)
+    results = parity.perplexities(
+        lambda _: [(name, torch.tensor([[[-loss, 0.0]]])) for name, loss in losses.items()],
+        [ModelInput(labels, labels)],
+    )
+    assert results["small"] == pytest.approx(1 + math.exp(5))
+    assert results["ours"] == results["exported"] == math.inf
+    assert not same_to_four_digits(results["exported"], results["ours"])
 
 
 def test_nan_fails_the_gate(exported: Exported) -> None:
