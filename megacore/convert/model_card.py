@@ -52,10 +52,7 @@ _SUMMARY = (
 _OPTIMIZERS: dict[OptimizerName, str] = {"adam": "AdamW", "muon": "Muon and AdamW"}
 _KINDS: dict[Family, str] = {
     "gpt": "A {class_name} language model",
-    "bert": (
-        "A {class_name} encoder, trained to predict masked tokens and how two segments belong "
-        "together,"
-    ),
+    "bert": "A {class_name} encoder, trained to predict masked tokens{binary},",
     "t5": "A {class_name} encoder-decoder, trained to write the spans that sentinels stand for,",
 }
 _NAMES = {"GPT2LMHeadModel": "GPT-2"}
@@ -196,11 +193,14 @@ def _card(
     shapes = form.key_map(spec).their_shapes.values()
     decoder = f" + {model.decoder_layers}" if family == "t5" else ""
     head = "is apart from" if model.untie_embeddings_and_output_weights else "is tied to"
+    # AutoModelForPreTraining would add a binary head with random weights
+    masked_only = family == "bert" and not model.bert_binary_head
     return render_card(
         name,
         _SUMMARY.format(
             kind=_KINDS[family].format(
-                class_name=_NAMES.get(hf_class.architecture, hf_class.architecture)
+                class_name=_NAMES.get(hf_class.architecture, hf_class.architecture),
+                binary="" if masked_only else " and how two segments belong together",
             ),
             version=megacore.__version__,
             parameters=sum(map(math.prod, shapes)),
@@ -212,7 +212,7 @@ def _card(
         ),
         pipeline_tag=_TAGS[family],
         tags=[hf_class.tag, "megacore", "pretraining"],
-        auto_class=_AUTO_CLASSES[family],
+        auto_class="AutoModelForMaskedLM" if masked_only else _AUTO_CLASSES[family],
         usage=_USAGE[family]
         .replace("NEW_TOKENS", str(example_tokens(spec.max_position_embeddings)))
         .replace("PROMPT", repr(prompt)),

@@ -1,10 +1,12 @@
 """The model card: a YAML header and a body with the facts."""
 
+import pytest
 import yaml
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.model_card import model_card
+from megacore.convert.model_card import bare_card, model_card
 from megacore.convert.report import ParityReport
+from tests.convert._models import tiny_spec
 from tests.convert._tiny import tiny_config
 
 
@@ -54,3 +56,13 @@ def test_the_card_of_continued_pretraining_names_its_first_weights() -> None:
         report=ParityReport(tolerance=1e-4),
     )
     assert "seed 1234. The first weights are those of in/iter_0000000." in card
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-masked", "megatron-bert", "megatron-bert-masked"])
+def test_the_card_of_a_bert_loads_the_heads_that_it_has(name: str) -> None:
+    card = bare_card("tiny", tiny_spec(name), iterations=1, dtype="float32", facts={})
+    masked = name.endswith("masked")
+    assert ("for part in (AutoModelForMaskedLM, AutoTokenizer):" in card) == masked
+    assert ("for part in (AutoModelForPreTraining, AutoTokenizer):" in card) != masked
+    assert ("trained to predict masked tokens, of " in card) == masked
+    assert ("how two segments belong together, of " in card) != masked
