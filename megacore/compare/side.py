@@ -21,7 +21,7 @@ from megacore.convert.hf.config import CONFIG_NAME, HfConfig
 from megacore.convert.hf.directory import (
     Reader,
     tensor_readers,
-    tied_as_in_files,
+    with_heads_of_files,
     with_tokens_of_generation,
 )
 from megacore.convert.hf.forms import FORMS, HfForm, model_config, read_spec
@@ -245,7 +245,7 @@ def _transformers_side(directory: Path, values: Mapping[str, Any]) -> Side:
     hf_class, spec = read_spec(config)
     form = FORMS[config.get("model_type", str)]
     readers = tensor_readers(directory)
-    spec = with_tokens_of_generation(tied_as_in_files(spec, form, readers), directory)
+    spec = with_tokens_of_generation(with_heads_of_files(spec, form, readers), directory)
     return Side(
         directory,
         "hf",

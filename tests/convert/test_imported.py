@@ -13,7 +13,7 @@ import torch
 
 from megacore.checkpoint.spec import read_spec
 from megacore.compare.models import config_token_findings
-from megacore.compare.side import open_sides
+from megacore.compare.side import open_side, open_sides
 from megacore.convert import load_model, open_export
 from megacore.convert.hf import directory as hf_directory
 from megacore.convert.hf.directory import HfTensors, open_hf
@@ -378,6 +378,34 @@ def test_names_without_prefix_masks_and_a_copy_of_the_head_are_read(
         ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"
     ):
         open_hf(gpt2_copy)
+
+
+@pytest.mark.parametrize("name", ["bert", "megatron-bert"])
+def test_a_masked_lm_keeps_the_binary_head_of_its_files(name: str, tmp_path: Path) -> None:
+    theirs = save_theirs(name, tmp_path / "hf")
+    masked = MODELS[f"{name}-masked"][1]
+    config(architectures=[masked])(tmp_path / "hf")
+    opened = open_hf(tmp_path / "hf")
+    assert (opened.kind, opened.spec.model.bert_binary_head) == (MODELS[name][1], True)
+    assert torch.equal(opened.tensors["binary_head.bias"], theirs.cls.seq_relationship.bias)
+    with ExitStack() as held:
+        assert open_side(tmp_path / "hf", held).spec == opened.spec
+    save_theirs(f"{name}-masked", tmp_path / "masked")
+    assert open_hf(tmp_path / "masked").kind == masked
+
+
+def test_the_record_of_an_import_names_the_files_that_were_read(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    theirs = on_disk(tiny_spec("gpt2"), save_theirs("gpt2", source, shard="1GB"))
+    (source / "model.fp16.safetensors").write_bytes(b"another variant")
+    (source / "pytorch_model.bin").write_bytes(b"another form")
+    described = {"config.json", "generation_config.json"}
+    assert {path.name for path in open_hf(source).files} == {*described, "model.safetensors"}
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    index = {"weight_map": dict.fromkeys(theirs, "weights.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    names = {path.name for path in open_hf(source).files}
+    assert names == {*described, "model.safetensors.index.json", "weights.safetensors"}
 
 
 def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.artifact.files import access_errors, is_stored_zip, read_json, reason_of, regular
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import Counterpart
+from megacore.convert.counterparts import Counterpart, counterpart
 from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME, HfConfig
 from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
@@ -18,10 +18,11 @@ from megacore.convert.inert import not_dense
 from megacore.convert.key_map import KeyMap, LazyTensors
 from megacore.convert.source import Foreign
 from megacore.errors import ConversionError, FileAccessError
-from megacore.paths import glob, is_file
+from megacore.paths import is_file
 
 _PICKLED = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
+_BINARY_HEAD = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"}
 
 Reader = Callable[[], Tensor]
 
@@ -44,17 +45,16 @@ def open_hf(directory: Path) -> Foreign:
 def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
     """Return the class and the spec of a transformers directory, without the tokenizer.
 
-    transformers 5 ties the head of a T5 unless the files have weights for it.
-
     Raises:
         ConversionError: if our models do not support the class or a value of its configuration,
-            generation_config.json is damaged, or the files of a T5 are missing or damaged.
+            generation_config.json is damaged, or the files of a BERT or T5 are missing or damaged.
     """
     hf_class, spec = read_spec(HfConfig.read(directory))
     spec = with_tokens_of_generation(spec, directory)
-    if spec.family != "t5":
+    if spec.family == "gpt":
         return hf_class, spec
-    return hf_class, tied_as_in_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
+    spec = with_heads_of_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
+    return counterpart(spec.family, spec.model), spec
 
 
 def with_tokens_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
@@ -77,16 +77,24 @@ def with_tokens_of_generation(spec: ModelSpec, directory: Path) -> ModelSpec:
     return spec.model_copy(update={"special_tokens": special})
 
 
-def tied_as_in_files(spec: ModelSpec, form: HfForm, names: Iterable[str]) -> ModelSpec:
-    """Return the spec with the head of a T5 tied unless the files' `names` contain its weights."""
+def with_heads_of_files(spec: ModelSpec, form: HfForm, names: Iterable[str]) -> ModelSpec:
+    """Return the spec with the heads that the tensors `names` of the files make.
+
+    transformers 5 ties the head of a T5 unless the files have weights for it. Files of a BERT with
+    a binary head may be named a masked LM, such as bert-base-uncased; it keeps the head here.
+    """
     model = spec.model
-    if spec.family != "t5" or not model.untie_embeddings_and_output_weights:
+    if spec.family == "gpt":
         return spec
     known = form.key_map(spec).their_shapes
-    if "lm_head.weight" in {form.name_on_disk(name, known) for name in names}:
-        return spec
-    tied = {"untie_embeddings_and_output_weights": False, "scale_decoder_outputs": False}
-    return spec.model_copy(update={"model": model.model_copy(update=tied)})
+    present = {form.name_on_disk(name, known) for name in names}
+    changes: dict[str, bool] = {}
+    if present >= _BINARY_HEAD:
+        changes = {"bert_binary_head": True}
+    untied = spec.family == "t5" and model.untie_embeddings_and_output_weights
+    if untied and "lm_head.weight" not in present:
+        changes = {"untie_embeddings_and_output_weights": False, "scale_decoder_outputs": False}
+    return spec.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 class HfTensors(LazyTensors):
@@ -152,34 +160,36 @@ class HfTensors(LazyTensors):
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the configurations and weight files of a transformers directory."""
-    patterns = (
-        CONFIG_NAME,
-        GENERATION_NAME,
-        "model*.safetensors",
-        INDEX_NAME,
-        "pytorch_model*.bin",
-        _PICKLED_INDEX,
-    )
-    return tuple(sorted({path for pattern in patterns for path in glob(directory, pattern)}))
+    """Return the configurations and the weight files that are read of a transformers directory."""
+    weights, _ = _weights_in(directory)
+    parts = set(_weight_map(weights).values()) if weights.suffix == ".json" else ()
+    names = {CONFIG_NAME, GENERATION_NAME, weights.name, *parts}
+    return tuple(directory / name for name in sorted(names) if is_file(directory / name))
 
 
 def tensor_readers(directory: Path) -> dict[str, Reader]:
     """Return the function that reads each tensor of a directory, by its name in the files."""
-    forms = ((FILE_NAME, INDEX_NAME, _safetensors), (_PICKLED, _PICKLED_INDEX, _pickled))
-    for file, index, read in forms:
-        if is_file(directory / file):
-            return read(directory / file)
-        if is_file(directory / index):
-            return _indexed(directory, directory / index, read)
-    names = ", ".join(name for file, index, _ in forms for name in (file, index))
-    raise ConversionError(f"{directory} has no weights: none of {names} is there")
+    path, read = _weights_in(directory)
+    return _indexed(path, read) if path.suffix == ".json" else read(path)
 
 
-def _indexed(
-    directory: Path, index: Path, read: Callable[[Path], dict[str, Reader]]
-) -> dict[str, Reader]:
-    """Return the readers of all tensors in an index; each must be in the file that it names."""
+def _weights_in(directory: Path) -> tuple[Path, Callable[[Path], dict[str, Reader]]]:
+    """Return the file of a directory's weights, or the index of several, and a file's reader."""
+    forms = {
+        FILE_NAME: _safetensors,
+        INDEX_NAME: _safetensors,
+        _PICKLED: _pickled,
+        _PICKLED_INDEX: _pickled,
+    }
+    for name, read in forms.items():
+        if is_file(directory / name):
+            return directory / name, read
+    raise ConversionError(f"{directory} has no weights: none of {', '.join(forms)} is there")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor in an index; all must be next to it."""
+    directory = index.parent
     try:
         file_names: dict[str, str] = read_json(index)["weight_map"]
         files = sorted(set(file_names.values()))
@@ -194,7 +204,13 @@ def _indexed(
             f"{index} names {len(files)} files, of which {len(missing)} are missing, {missing[0]} "
             "first: copy them too"
         )
-    readers = {file: read(directory / file) for file in files}
+    return file_names
+
+
+def _indexed(index: Path, read: Callable[[Path], dict[str, Reader]]) -> dict[str, Reader]:
+    """Return the readers of all tensors in an index; each must be in the file that it names."""
+    file_names = _weight_map(index)
+    readers = {file: read(index.parent / file) for file in sorted(set(file_names.values()))}
     lost = next((name for name, file in file_names.items() if name not in readers[file]), None)
     if lost is not None:
         raise ConversionError(
