@@ -12,7 +12,7 @@ from tokenizers import normalizers, pre_tokenizers
 from megacore.artifact.files import read_json, reason_of
 from megacore.config.data import END_OF_TEXT
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.errors import ConversionError, DataFormatError
+from megacore.errors import ConversionError, DataFormatError, listed
 from megacore.paths import is_dir, is_file
 from megacore.tokenizer.build import read_gpt2_bpe
 from megacore.tokenizer.load import (
@@ -35,8 +35,9 @@ _EXTRA_IDS = 100
 """Default number of T5's sentinels, if tokenizer_config.json has no `extra_ids`."""
 SPLIT_SPECIAL = "split_special_tokens"
 """Key of tokenizer_config.json; if true, special tokens in a text are encoded as ordinary text."""
-_SENTENCEPIECE = (MODEL_NAME, "spiece.model")
-_ADDED_NAME = "added_tokens.json"
+SENTENCEPIECE_NAMES = (MODEL_NAME, "spiece.model")
+"""Names of a SentencePiece model in transformers directories; of several, the first is read."""
+ADDED_NAME = "added_tokens.json"
 _OTHER_SPLITS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 """Classes whose vocab.json and merges.txt belong to another division of texts than GPT-2's."""
 _BYTE_LEVEL = frozenset(
@@ -64,7 +65,7 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
     """
     tokenizer, settings = read_tokenizer(source)
     if tokenizer is not None:
-        _add_sentinels(tokenizer, settings, spec)
+        _add_sentinels(tokenizer, settings, spec, source)
         roles = {
             role: text for role in _ROLES if (text := _content(settings.get(role))) is not None
         }
@@ -238,7 +239,7 @@ def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]
     ]
     kind, written = settings.get("tokenizer_class"), is_file(source / TOKENIZER_NAME)
     if lacking:
-        reason = f"its vocabulary lacks the added tokens {', '.join(lacking[:4])}"
+        reason = f"its vocabulary lacks the added tokens {listed(lacking)}"
     elif isinstance(tokenizer, JsonTokenizer) and kind in _OTHER_SPLITS and not written:
         reason = f"a {kind} does not divide texts as GPT-2's"
     else:
@@ -253,12 +254,12 @@ def _check_complete(tokenizer: Tokenizer, source: Path, settings: dict[str, Any]
 def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
     """Return the tokens that were added to the vocabulary, by any of the files that name them."""
     added: list[Any] = []
-    if is_file(source / _ADDED_NAME):
+    if is_file(source / ADDED_NAME):
         try:
-            added += read_json(source / _ADDED_NAME)
+            added += read_json(source / ADDED_NAME)
         except (OSError, ValueError, TypeError) as error:
             raise ConversionError(
-                f"{source / _ADDED_NAME} cannot be read ({reason_of(error)}): copy it again"
+                f"{source / ADDED_NAME} cannot be read ({reason_of(error)}): copy it again"
             ) from error
     decoder = settings.get("added_tokens_decoder")
     added += decoder.values() if isinstance(decoder, dict) else []
@@ -270,7 +271,7 @@ def _added_tokens(source: Path, settings: dict[str, Any]) -> list[str]:
 
 def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
     files = {path.name for path in source.iterdir()} if is_dir(source) else set()
-    model = next((name for name in _SENTENCEPIECE if name in files), None)
+    model = next((name for name in SENTENCEPIECE_NAMES if name in files), None)
     # An export of a SentencePiece model has both: only the model reads special tokens as text.
     if TOKENIZER_NAME in files and not (model and settings.get(SPLIT_SPECIAL)):
         path = source / TOKENIZER_NAME
@@ -320,7 +321,9 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> No
         normalizer.lowercase, normalizer.strip_accents, normalizer.handle_chinese_chars = options
 
 
-def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSpec) -> None:
+def _add_sentinels(
+    tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSpec, source: Path
+) -> None:
     """Add T5's sentinels in descending order, like transformers for SentencePiece models."""
     if (
         spec.family == "t5"
@@ -328,6 +331,11 @@ def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSp
         and tokenizer.token_id(SENTINEL.format(0)) is None
     ):
         count = settings.get("extra_ids", _EXTRA_IDS)
+        if type(count) is not int or not 0 <= count <= spec.vocab_size:
+            raise ConversionError(
+                f"{source / TOKENIZER_CONFIG_NAME} has extra_ids {count!r}: give the number of "
+                f"sentinels, at most the {spec.vocab_size} rows of the model's vocabulary"
+            )
         tokenizer.add_special_tokens([SENTINEL.format(number) for number in reversed(range(count))])
 
 

@@ -83,8 +83,8 @@ def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
     size = tokenizer_size(tokenizer) if is_file(tokenizer / TOKENIZER_CONFIG_NAME) else None
     if size is None:
         raise ConfigError(
-            f"--tokenizer {tokenizer} has no {TOKENIZER_CONFIG_NAME}: give a directory with "
-            "tokenizer.json"
+            f"--tokenizer {tokenizer} has no tokenizer: give a directory with "
+            f"{TOKENIZER_CONFIG_NAME} and tokenizer.json"
         )
     check_vocabulary(source, tokenizer, size)
 

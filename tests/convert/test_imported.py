@@ -18,11 +18,12 @@ from megacore.convert import load_model, open_export
 from megacore.convert.hf import directory as hf_directory
 from megacore.convert.hf.directory import HfTensors, open_hf
 from megacore.convert.hf.forms import FORMS
+from megacore.convert.hf.write import copy_tokenizer
 from megacore.convert.imported import import_model
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
-from megacore.convert.tokenizers import read_tokenizer
+from megacore.convert.tokenizers import adopt_tokenizer, read_tokenizer
 from megacore.convert.ungated_export import export_hf, open_source
 from megacore.errors import (
     CheckpointError,
@@ -32,6 +33,7 @@ from megacore.errors import (
     WorkspaceError,
 )
 from tests.convert._models import MODELS, on_disk, samples, their_model, tiny_spec
+from tests.tokenizer.test_sentencepiece_model import train
 
 CLASSES = (
     "gpt2-untied",
@@ -269,6 +271,43 @@ def test_an_export_takes_the_begin_of_a_given_transformers_tokenizer(
     after = json.loads((again / "tokenizer_config.json").read_text(encoding="utf-8"))
     expected = before | ({} if begin else {"bos_token": "a"})
     assert after == expected | {"model_max_length": after["model_max_length"]}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_an_export_has_every_file_of_a_given_transformers_tokenizer(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+
+    given, again = tmp_path / "given", tmp_path / "again"
+    for directory in (given, again):
+        directory.mkdir()
+    model = train(tmp_path, model_type=kind, normalization_rule_name="identity").model_file
+    files = {
+        name: Path(model).read_bytes(),
+        "tokenizer_config.json": b'{"eos_token": "</s>", "pad_token": "[PAD]"}',
+        "added_tokens.json": b'{"[PAD]": 32}',
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    for file, content in files.items():
+        (given / file).write_bytes(content)
+    copy_tokenizer(given, again, tiny_spec("llama"))
+    for file in files.keys() - {"tokenizer_config.json"}:
+        assert (again / file).read_bytes() == files[file]
+    assert (again / "tokenizer.json").is_file() == (kind == "bpe")
+    read = read_tokenizer(again)[0]
+    assert isinstance(read, SentencePieceModel)
+    assert read.tokens() == SentencePieceModel.read(Path(model)).tokens()
+
+
+def test_an_impossible_number_of_sentinels_is_refused(tmp_path: Path) -> None:
+    Path(train(tmp_path).model_file).rename(tmp_path / "spiece.model")
+    for count in ("100", -1, 10**12):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_ids": count}))
+        reason = rf"tokenizer_config\.json has extra_ids {count!r}: .* at most the 100 rows"
+        with pytest.raises(ConversionError, match=reason):
+            adopt_tokenizer(tmp_path, tmp_path, tiny_spec("t5"))
 
 
 @pytest.mark.parametrize(
@@ -675,8 +714,11 @@ def test_invalid_sources_of_an_export_are_refused(gpt2: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError):
         open_source(tmp_path)
     checkpoint = import_model(open_hf(gpt2), gpt2, tmp_path / "imported")
-    with pytest.raises(ConfigError, match=r"--tokenizer .* has no tokenizer_config\.json"):
-        open_source(checkpoint, tmp_path)
+    (tmp_path / "none").mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"--tokenizer .*none has no tokenizer: give a dir"):
+            open_source(checkpoint, tmp_path / "none")
+        (tmp_path / "none" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     part = next(checkpoint.glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(MegacoreError, match="bytes instead of"):

@@ -24,10 +24,15 @@ from megacore.convert.hf.config import CONFIG_NAME, GENERATION_NAME
 from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.hf.t5 import caches_decoder, end_token
 from megacore.convert.key_map import KeyMap
-from megacore.convert.tokenizers import SPLIT_SPECIAL, read_tokenizer
+from megacore.convert.tokenizers import (
+    ADDED_NAME,
+    SENTENCEPIECE_NAMES,
+    SPLIT_SPECIAL,
+    read_tokenizer,
+)
 from megacore.errors import ConversionError
 from megacore.paths import is_file
-from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
+from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MAX_SHARD_SIZE = 5_000_000_000
@@ -47,7 +52,9 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 decoding."""
 _TOKENIZER_FILES = (
     TOKENIZER_NAME,
-    MODEL_NAME,
+    *SENTENCEPIECE_NAMES,
+    ADDED_NAME,
+    "chat_template.jinja",
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
@@ -132,8 +139,9 @@ def copy_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> None:
         if is_file(source / name):
             with workspace_errors(directory):
                 shutil.copyfile(source / name, directory / name)
-    if is_file(source / MODEL_NAME) and not is_file(source / TOKENIZER_NAME):
-        settings |= _write_backend(source / MODEL_NAME, directory)
+    model = next((source / name for name in SENTENCEPIECE_NAMES if is_file(source / name)), None)
+    if model is not None and not is_file(source / TOKENIZER_NAME):
+        settings |= _write_backend(model, directory)
     bos = spec.special_tokens.bos
     if bos is not None and settings.get("bos_token") is None:
         tokenizer, roles = read_tokenizer(source)
