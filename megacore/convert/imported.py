@@ -22,6 +22,7 @@ from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed.read import open_deepspeed
 from megacore.convert.hf.directory import open_hf
+from megacore.convert.key_map import name_mismatch
 from megacore.convert.megatron.checkpoint import open_megatron
 from megacore.convert.nanotron import open_nanotron
 from megacore.convert.neox import open_neox
@@ -93,10 +94,11 @@ def _deferred(
         ConversionError: if `tensors` are of another model than `spec`.
     """
     shapes = parameter_shapes(spec)
-    if shapes.keys() != tensors.keys():
-        differing = sorted(shapes.keys() ^ tensors.keys())
+    mismatch = name_mismatch(tensors, shapes)
+    if mismatch is not None:
         raise ConversionError(
-            f"the model has other tensors than its description says: {', '.join(differing[:4])}"
+            f"the model has other tensors than its description says: {mismatch}: give the files of "
+            "one model"
         )
     for name, shape in shapes.items():
         yield (
@@ -142,8 +144,6 @@ def _with_tokenizer(
 
 def _record(foreign: Foreign, source: Path, spec: ModelSpec, checkpoint: Path) -> dict[str, Any]:
     """Return the content of import.json: the sources of the checkpoint."""
-    if not foreign.files:
-        raise ConversionError(f"{source} has no files of weights")
     return {
         "megacore": megacore.__version__,
         "source": str(source.absolute()),

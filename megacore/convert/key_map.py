@@ -16,8 +16,6 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import ConversionError, listed
 
 Shape = tuple[int, ...]
-NAMED_AT_ONCE = 4
-"""Number of tensors or files that a message names."""
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -258,17 +256,11 @@ def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:
 
 
 def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str) -> None:
-    missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected]
-    differences = [
-        f"{verb} {listed(names)}"
-        for verb, names in (("it lacks", missing), ("it has no place for", unknown))
-        if names
-    ]
-    if differences:
+    mismatch = name_mismatch(tensors, expected)
+    if mismatch is not None:
         raise ConversionError(
-            f"{where} is of another model than the configuration: {'; '.join(differences)}: "
-            "give the configuration it was trained with"
+            f"{where} is of another model than the configuration: {mismatch}: give the "
+            "configuration it was trained with"
         )
 
 
@@ -283,15 +275,11 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
 
 
 def name_mismatch(names: Collection[str], expected: Collection[str]) -> str | None:
-    """Return a clause about tensors that are missing, or else unknown; None if the names agree."""
-    missing, unknown = sorted({*expected} - {*names}), sorted({*names} - {*expected})
-    if not missing and not unknown:
-        return None
-    return (
-        f"it {'lacks' if missing else 'has no place for'} "
-        f"{', '.join((missing or unknown)[:NAMED_AT_ONCE])} ({len(missing)} missing, "
-        f"{len(unknown)} unknown)"
-    )
+    """Return clauses about tensors that are missing or unknown; None if the names agree."""
+    missing = [name for name in expected if name not in names]
+    unknown = [name for name in names if name not in expected]
+    clauses = {"it lacks": missing, "it has no place for": unknown}
+    return "; ".join(f"{verb} {listed(which)}" for verb, which in clauses.items() if which) or None
 
 
 def decoder_pairs(

@@ -36,8 +36,8 @@ from megacore.convert.key_map import (
     output_layer,
 )
 from megacore.convert.megatron.args import usual_divisor
-from megacore.convert.source import Foreign
-from megacore.errors import CheckpointError, ConversionError, one_line
+from megacore.convert.source import HALF_PRECISION, Foreign
+from megacore.errors import CheckpointError, ConversionError, listed, one_line
 from megacore.paths import is_dir, is_file, rglob
 
 CONFIG_NAME = "model_config.json"
@@ -83,10 +83,6 @@ def open_nanotron(directory: Path) -> Foreign:
     iteration = value if type(value) is int and value >= 0 else 0
     files = [path for path in (where / CONFIG_NAME, metadata) if is_file(path)]
     files += [part.path for parts in parameters.values() for part in parts]
-    remarks = (
-        "the weights are in half precision: copies in fp32 belong to the optimizer's state, which "
-        "is not taken",
-    )
     half = any(part.dtype != "F32" for parts in parameters.values() for part in parts)
     return Foreign(
         "nanotron",
@@ -95,7 +91,7 @@ def open_nanotron(directory: Path) -> Foreign:
         tensors,
         tuple(files),
         iteration,
-        remarks if half else (),
+        (HALF_PRECISION,) if half else (),
     )
 
 
@@ -216,7 +212,7 @@ def _part(path: Path) -> _Part:
     try:
         with safe_open(regular(path), framework="pt") as file:
             if list(file.keys()) != ["data"]:
-                raise ValueError(f"it has the tensors {', '.join(list(file.keys())[:4])}")
+                raise ValueError(f"it has the tensors {listed(list(file.keys()))}")
             view, metadata = file.get_slice("data"), file.metadata() or {}
             local = tuple(view.get_shape())
             dtype = str(view.get_dtype())

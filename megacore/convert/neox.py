@@ -23,10 +23,10 @@ from megacore.config.model import ModelConfig, check_model
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
 from megacore.convert.inert import load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, interleaved_rows
+from megacore.convert.key_map import LazyTensors, interleaved_rows
 from megacore.convert.megatron.args import refuse_used, usual_divisor
 from megacore.convert.source import HALF_PRECISION, Foreign, parameter_shapes
-from megacore.errors import CheckpointError, ConfigError, ConversionError, one_line
+from megacore.errors import CheckpointError, ConfigError, ConversionError, listed, one_line
 from megacore.foreign.files import read_yaml
 from megacore.paths import glob
 
@@ -330,8 +330,7 @@ class NeoxTensors(LazyTensors):
         if unknown:
             raise CheckpointError(
                 f"{layers.where} is of another model than its configuration says: it has "
-                f"{', '.join(unknown[:NAMED_AT_ONCE])}, for which there is no place: use another "
-                "checkpoint"
+                f"{listed(unknown)}, for which there is no place: use another checkpoint"
             )
 
     def _merged(self, name: str) -> Tensor:

@@ -142,3 +142,17 @@ def test_tied_tables_that_differ_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"word_embeddings\.weight differs between pipeline stages"
     ):
         open_deepspeed(tmp_path)
+
+
+def test_weights_that_are_no_numbers_are_not_taken_for_copies_that_differ(tmp_path: Path) -> None:
+    spec, tensors = written_zero1(tmp_path, tensor=1)
+    name = "encoder.final_layernorm.weight"
+    for path in tmp_path.glob("*optim_states.pt"):
+        with as_deepspeeds():
+            state = torch.load(path, weights_only=False)
+            for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+                flat[torch.isin(flat, tensors[name])] = torch.nan
+            torch.save(state, path)
+    read = open_deepspeed(tmp_path)
+    assert read.spec.model == spec.model
+    assert read.tensors[name].isnan().all()

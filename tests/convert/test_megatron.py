@@ -339,10 +339,11 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
     tensors = weights(spec)
     short = {name: tensor for name, tensor in tensors.items() if "final" not in name}
     with pytest.raises(
-        ConversionError, match=r"lacks encoder\.final_layernorm\.bias, .*\(2 missing, 0 unknown\)"
+        ConversionError,
+        match=r"lacks encoder\.final_layernorm\.weight, encoder\.final_layernorm\.bias: give",
     ):
         write_megatron(spec, short, tmp_path / "out", iteration=5)
-    with pytest.raises(ConversionError, match=r"no place for stray\.bias \(0 missing, 1 unknown\)"):
+    with pytest.raises(ConversionError, match=r"it has no place for stray\.bias: give"):
         write_megatron(
             spec, {**tensors, "stray.bias": torch.zeros(1)}, tmp_path / "out", iteration=5
         )

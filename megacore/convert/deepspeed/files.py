@@ -10,8 +10,7 @@ from typing import Any
 
 from megacore.artifact.files import reason_of, regular
 from megacore.convert.inert import Record, load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE
-from megacore.errors import CheckpointError, ConversionError, one_line
+from megacore.errors import CheckpointError, ConversionError, listed, one_line
 from megacore.paths import glob, is_dir, is_file
 
 LATEST = ("latest", "latest_universal")
@@ -227,10 +226,8 @@ def _check_grid(directory: Path, files: Mapping[Rank, Path], model_ranks: int) -
     missing = [(d, m) for m in range(model_ranks) for d in range(replicas) if (d, m) not in files]
     if missing:
         suffix = next(iter(files.values())).name.rpartition("_mp_rank_")[2].partition("_")[2]
-        named = ", ".join(
-            f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:NAMED_AT_ONCE]
-        )
+        named = [f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing]
         raise CheckpointError(
-            f"{directory} lacks {named}: {model_ranks} model ranks and {replicas} data-parallel "
-            f"ranks make {model_ranks * replicas} files, and {len(files)} are there"
+            f"{directory} lacks {listed(named)}: {model_ranks} model ranks and {replicas} "
+            f"data-parallel ranks make {model_ranks * replicas} files, and {len(files)} are there"
         )

@@ -31,12 +31,12 @@ from megacore.convert.deepspeed.parts import (
     undivided_parts,
     universal_parts,
 )
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape, name_mismatch
+from megacore.convert.key_map import LazyTensors, Shape, name_mismatch
 from megacore.convert.megatron.args import check_rows, family_of, remarks_on, spec_of
 from megacore.convert.megatron.files import VERSIONS, MergedTensors, args_in
 from megacore.convert.megatron.table import WORD_EMBEDDINGS, current_name, layer_numbers, slots
 from megacore.convert.source import Foreign, parameter_shapes
-from megacore.errors import CheckpointError, ConfigError, ConversionError
+from megacore.errors import CheckpointError, ConfigError, ConversionError, listed
 from megacore.jobs.run import TrainJob
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -365,7 +365,7 @@ def _are_ours(names: Collection[str], where: Path) -> bool:
         return False
     if any(_OUR_LAYER.search(name) for name in names):
         return True
-    shown = ", ".join(list(names)[:NAMED_AT_ONCE]) or "none"
+    shown = listed(sorted(names)) or "none"
     raise ConversionError(
         f"{where} has parameters {shown}, which are neither megacore's nor Megatron-DeepSpeed's: "
         "only those are read from DeepSpeed's checkpoints"

@@ -79,7 +79,8 @@ def write_megatron(
     """
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
     table = slots(spec)
-    mismatch = name_mismatch(tensors.keys(), {name for slot in table for name in slot.ours})
+    expected = dict.fromkeys(name for slot in table for name in slot.ours)
+    mismatch = name_mismatch(tensors.keys(), expected.keys())
     if mismatch is not None:
         raise ConversionError(
             f"the checkpoint is of another model than its description: {mismatch}: give the "

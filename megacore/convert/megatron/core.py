@@ -30,7 +30,7 @@ from megacore.checkpoint.shard import Rectangle, TensorShard, tile
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, Shape
+from megacore.convert.key_map import LazyTensors, Shape
 from megacore.convert.megatron.args import refuse_used, remarks_on, spec_of, tensor_size
 from megacore.convert.megatron.files import CONFIG_NAME, args_in
 from megacore.convert.megatron.table import (
@@ -201,7 +201,7 @@ def _family(names: Sequence[str], where: Path) -> Family:
     }
     if len(families) == 1:
         return families.pop()
-    shown = ", ".join(names[:NAMED_AT_ONCE]) or "no tensors"
+    shown = listed(names) or "no tensors"
     what = "both encoder and decoder layers, as T5" if families else f"no layers, but {shown}"
     raise ConversionError(f"{where} has {what}: only gpt and bert are read from this form")
 

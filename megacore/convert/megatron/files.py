@@ -21,7 +21,7 @@ from megacore.checkpoint.format import (
     read_tracker,
 )
 from megacore.convert.inert import Record, load_inert_mapping
-from megacore.convert.key_map import NAMED_AT_ONCE, LazyTensors, name_mismatch
+from megacore.convert.key_map import LazyTensors, name_mismatch
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
     WORD_EMBEDDINGS,
@@ -31,7 +31,7 @@ from megacore.convert.megatron.table import (
     layer_numbers,
     stage_slots,
 )
-from megacore.errors import CheckpointError, ConversionError
+from megacore.errors import CheckpointError, ConversionError, listed
 from megacore.paths import exists, is_dir, is_file
 
 FILE_NAME = "model_optim_rng.pt"
@@ -259,12 +259,11 @@ def _sizes(files: Mapping[tuple[int, int], RankFile], where: Path) -> tuple[int,
     expected = {(rank, stage) for rank in range(tensor) for stage in range(pipeline)}
     missing, surplus = sorted(expected - files.keys()), sorted(files.keys() - expected)
     if missing or surplus:
-        named = ", ".join(
-            f"mp_rank_{rank:02d}_{stage:03d}"
-            for rank, stage in (missing or surplus)[:NAMED_AT_ONCE]
-        )
+        wrong = [
+            f"mp_rank_{rank:02d}_{stage:03d}/{FILE_NAME}" for rank, stage in missing or surplus
+        ]
         raise CheckpointError(
-            f"{where} {'lacks' if missing else 'has too many:'} {named}/{FILE_NAME}: a tensor "
+            f"{where} {'lacks' if missing else 'has too many:'} {listed(wrong)}: a tensor "
             f"parallel size of {tensor} and a pipeline parallel size of {pipeline} make "
             f"{len(expected)} files, and {len(files)} are there"
         )
@@ -375,15 +374,15 @@ def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
                 "use another checkpoint"
             )
         for name, slot in known.items():
-            shape = slot.shape(len(stage))
-            if tuple(part[name].shape) != shape:
+            tensor, shape = part[name], slot.shape(len(stage))
+            if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{where} has {name} of shape {tuple(part[name].shape)} on tensor rank {rank}, "
+                    f"{where} has {name} of shape {tuple(tensor.shape)} on tensor rank {rank}, "
                     f"where its args say {shape}: use another checkpoint"
                 )
-            if slot.cut is None:
+            if rank and slot.cut is None:
                 _check_same(
-                    part[name],
+                    tensor,
                     stage[0][name],
                     f"{name} of tensor rank {rank}",
                     "tensor rank 0",
@@ -400,7 +399,7 @@ def _check_copies(first: Stage, last: Stage, slot: Slot, where: Path) -> None:
 
 
 def _check_same(one: Tensor, other: Tensor, what: str, against: str, where: Path) -> None:
-    if one is other or torch.equal(one, other):
+    if torch.equal(one, other):
         return
     difference = float((one.float() - other.float()).abs().max())
     raise CheckpointError(
