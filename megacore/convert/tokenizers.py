@@ -38,6 +38,7 @@ SPLIT_SPECIAL = "split_special_tokens"
 SENTENCEPIECE_NAMES = (MODEL_NAME, "spiece.model")
 """Names of a SentencePiece model in transformers directories; of several, the first is read."""
 ADDED_NAME = "added_tokens.json"
+_GPT2_FILES = {"vocab.json", "merges.txt"}
 _OTHER_SPLITS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 """Classes whose vocab.json and merges.txt belong to another division of texts than GPT-2's."""
 _BYTE_LEVEL = frozenset(
@@ -277,7 +278,7 @@ def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
         path = source / TOKENIZER_NAME
         backend = read_backend(path)
         _follow_class(backend, settings)
-        return JsonTokenizer(backend, _end(settings, path))
+        return JsonTokenizer(backend, _end(settings, path, files))
     if model is not None:
         # imported here because only SentencePiece tokenizers need it
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
@@ -293,7 +294,7 @@ def _read_files(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
         )
         settings |= BERT_ROLES
         return JsonTokenizer(backend, BERT_ROLES["sep_token"])
-    if {"vocab.json", "merges.txt"} <= files:
+    if files >= _GPT2_FILES:
         backend = read_gpt2_bpe(source / "vocab.json", source / "merges.txt")
         _follow_class(backend, {"tokenizer_class": "GPT2Tokenizer", **settings})
         return JsonTokenizer(backend, _content(settings.get("eos_token")) or END_OF_TEXT)
@@ -339,9 +340,17 @@ def _add_sentinels(
         tokenizer.add_special_tokens([SENTINEL.format(number) for number in reversed(range(count))])
 
 
-def _end(settings: dict[str, Any], path: Path) -> str:
-    """Return the token that ends a document."""
+def _end(settings: dict[str, Any], path: Path, files: set[str]) -> str:
+    """Return the token that ends a document.
+
+    If no settings name one, as in the published directories of GPT-2 and BERT, the vocabulary next
+    to a tokenizer.json tells the class, whose default transformers takes.
+    """
     end = _content(settings.get("eos_token")) or _content(settings.get("sep_token"))
+    if end is None and "vocab.txt" in files:
+        return BERT_ROLES["sep_token"]
+    if end is None and files >= _GPT2_FILES:
+        return END_OF_TEXT
     if end is None:
         raise ConversionError(
             f"no file next to {path} says which token ends a document: give "

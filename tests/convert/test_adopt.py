@@ -93,8 +93,29 @@ def test_a_tokenizer_without_a_token_for_the_text_adds_the_end_as_the_only_id() 
     assert missing_end(tokenizer, model) is None
 
 
+@pytest.mark.parametrize(("name", "end"), [("gpt2", "<|endoftext|>"), ("bert", "[SEP]")])
+def test_a_published_directory_whose_settings_name_no_end_has_that_of_its_class(
+    tmp_path: Path, name: str, end: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick"]
+    if name == "gpt2":
+        byte_level().save(tmp_path)
+    else:
+        (tmp_path / "vocab.txt").write_text("\n".join(words))
+        backend = read_wordpiece(tmp_path / "vocab.txt", lower_case=True)
+        JsonTokenizer(backend, "[SEP]").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    loaded = adopt(tmp_path, tmp_path / "own", name)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.eod_token == (theirs.eos_token or theirs.sep_token) == end
+
+
 def test_settings_without_an_end_of_document_are_refused(tmp_path: Path) -> None:
     byte_level().save(tmp_path)
+    (tmp_path / "vocab.json").unlink()
     path = tmp_path / "tokenizer_config.json"
     path.write_text("{}")
     with pytest.raises(
