@@ -64,7 +64,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports(path: Path) -> list[Import]:
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
     """Return all imports of `path`.
 
     Imports in a function or under TYPE_CHECKING do not run at import.
@@ -80,14 +81,14 @@ def imports(path: Path) -> list[Import]:
             result.extend(
                 Import(f"{module}.{alias.name}", at_import, node.lineno) for alias in node.names
             )
-        later = isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ) or _is_type_checking(node)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        later = function or _is_type_checking(node)
         for child in ast.iter_child_nodes(node):
-            visit(child, at_import and not later)
+            if not isinstance(child, ast.expr):
+                visit(child, at_import and not later)
 
     visit(tree(path), True)
-    return result
+    return tuple(result)
 
 
 def imports_of(path: Path, *packages: str) -> list[Import]:

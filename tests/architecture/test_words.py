@@ -5,9 +5,10 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
-from tests.architecture._source import ROOT, python_files, repository_files
+from tests.architecture._source import ROOT, python_files, repository_files, tree
 
 _CODE = ("megacore", "tasks", "flows", "scripts", "benchmarks", "tests")
 _QUESTION = re.compile(r"\s*(What|Whether|Where|How|Which|Why|When|Who|Whose)\b")
@@ -62,11 +63,12 @@ def _unclear(texts: Iterable[tuple[int, str]]) -> Iterator[str]:
                 yield f"{line}: {match.group()!r}: write {plain}"
 
 
+@cache
 def _docstrings(path: Path) -> list[tuple[int, str]]:
     """Return line and text of every string that is a statement: docstrings of all kinds."""
     return [
         (node.lineno, node.value.value)
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
