@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -52,6 +53,7 @@ class Declaration:
         return named | {CONTAINED[stage] for stage in named if stage in CONTAINED}
 
 
+@cache
 def declaration(
     section: type[BaseModel], name: str, inherited: Declaration | None
 ) -> Declaration | None:
