@@ -6,7 +6,8 @@ from tests._dist import run_distributed
 from tests.parity._training import Case, Result, train_all
 from tests.parity.test_layouts import CP2, DELAYED, LLAMA, M4, PP2, SP, TP2, ZERO3, compare
 
-pytestmark = pytest.mark.slow
+# The layers of all cases are compiled in the fixture.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMPILED = {"compile": "on"}
 SHORT = {"num_layers": 2}
 CASES = {
