@@ -263,11 +263,13 @@ def _decoded(content: bytes, charset: str | None, *, is_html: bool) -> str | Non
     """Return a text that is UTF-8, or in the encoding that is named or detected; else None."""
     from charset_normalizer import from_bytes
 
+    escaped = _ESCAPE in content
+    if not escaped and (text := _utf8(content)) is not None:
+        return text
     meta = _META.search(content[:_META_BYTES]) if is_html else None
     labels = (charset, meta and meta[1].decode("ascii", "ignore"))
     names = [name for label in labels for name in _encodings(label)]
-    seven_bit = _SEVEN_BIT in names and _ESCAPE in content
-    if not seven_bit and (text := _utf8(content)) is not None:
+    if escaped and _SEVEN_BIT not in names and (text := _utf8(content)) is not None:
         return text
     for name in names:
         if (text := _strictly(content, name)) is not None:
