@@ -136,7 +136,7 @@ class ProcessMesh:
                 f"started: start {layout.world_size}"
             )
         axes = dict.fromkeys(AXES, SINGLE_RANK)
-        # Each gloo group has threads that wake up all the time, so there is none of a single rank.
+        # A gloo group has a thread that wakes up 100 times a second: none is made for one rank.
         sizes = {axis: size for axis, size in zip(AXES, layout.shape, strict=True) if size > 1}
         if sizes:
             mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
