@@ -19,6 +19,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests._limits import HANG
+
 GRACE = 3.0
 """Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its
 stacks."""
@@ -33,7 +35,7 @@ class DistributedError(AssertionError):
 
 
 def run_distributed(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = HANG
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` processes of one gloo group and return what each rank
     returned, by rank.

@@ -30,7 +30,6 @@ DISKS = [Case(f"{DISK}{kind}", seed) for seed, kind in enumerate(DISKS_IN_CI)]
 FAST = {"train-2-0", "save-async-0", "tokenize-0", "index-0", "disk-train-1"}
 """Cases that `make test` runs."""
 SLOW_KILLS = [case for case in KILLS if str(case) not in FAST]
-pytestmark = pytest.mark.timeout(900)
 
 
 def slow_unless_fast(cases: list[Case]) -> list[Any]:

@@ -40,7 +40,6 @@ def write_conf(root: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_distributions_are_compared_and_cached(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,6 @@ def accuracy(root: Path, *, random_weights: bool) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("warm_ranks")
 def test_pretraining_improves_the_accuracy(separate_workspace: Path, tmp_path: Path) -> None:
     from flows.finetune import finetune

@@ -55,7 +55,6 @@ def story(characters: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_text_file_becomes_a_registered_model(
     separate_workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,6 @@ def test_failed_start_is_rolled_back(idle: Clone) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
     started = clone.servers("start")
     assert started.returncode == 0, started.stderr

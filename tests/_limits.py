@@ -1,0 +1,7 @@
+"""How long tests wait for what should come."""
+
+HANG = 300.0
+"""Seconds after which a test gives up on a process, a file or a server that should have come.
+
+Only a hang takes so long. On a machine whose cores several tests share, a start may take minutes.
+"""
