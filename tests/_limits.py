@@ -1,4 +1,4 @@
-"""How long tests wait for what should come."""
+"""Time limit of what tests wait for."""
 
 HANG = 300.0
 """Seconds after which a test gives up on a process, a file or a server that should have come.
