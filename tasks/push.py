@@ -177,3 +177,8 @@ def _hub_errors(repository: str, endpoint: str) -> Iterator[None]:
             f"{subject} cannot be reached ({first_sentence(error)}): start again, which continues "
             "with the upload"
         ) from error
+    except RuntimeError as error:  # the client's for a large file, whose cause is any error
+        raise HubError(
+            f"{subject} did not take the weights ({one_line(error.__cause__ or error, 300)}): "
+            "start again, which continues with the upload"
+        ) from error

@@ -39,6 +39,8 @@ class Hub:
     commits: list[dict[str, Any]] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)
     """Status of the next requests by the last part of their path."""
+    large_files: bool = False
+    """True if weights are sent to a store of large files, which the stand-in refuses."""
     tokens: set[str | None] = field(default_factory=set)
 
     @property
@@ -60,6 +62,10 @@ class Hub:
                 return {"files": [self._mode(stored, row) for row in json.loads(body)["files"]]}
             case ["models", owner, name, "commit", "main"]:
                 return self._commit(f"{owner}/{name}", body)
+            case ["", owner, name, "info", "lfs", "objects", "batch"]:
+                place = {"upload": {"href": f"{self.url}/store", "header": {}}}
+                rows = json.loads(body)["objects"]
+                return {"transfer": "basic", "objects": [row | {"actions": place} for row in rows]}
             case ["models", owner, name, "tree", "main"]:
                 stored = self.files[f"{owner}/{name}"]
                 return [{"type": "file", "path": path, "oid": "", "size": 1} for path in stored]
@@ -71,7 +77,9 @@ class Hub:
     def _mode(self, stored: dict[str, bytes], row: dict[str, Any]) -> dict[str, Any]:
         content = stored.get(row["path"])
         oid = None if content is None else blob(content)
-        return {"path": row["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid}
+        large = self.large_files and row["path"].endswith(".safetensors")
+        mode = "lfs" if large else "regular"
+        return {"path": row["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
 
     def _commit(self, repository: str, body: bytes) -> dict[str, Any]:
         stored, rows = self.files[repository], [json.loads(line) for line in body.splitlines()]
@@ -112,6 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_PUT(self) -> None:
         self.do_POST()
 
     def log_message(self, *arguments: Any) -> None:
@@ -211,6 +222,18 @@ def test_unreachable_hub_is_a_retryable_failure(
     with pytest.raises(HubError, match="cannot be reached") as raised:
         send(model)
     assert raised.value.retryable
+
+
+def test_broken_upload_of_a_large_file_is_a_retryable_failure(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    hub.large_files = True
+    hub.statuses["store"] = 400
+    with pytest.raises(HubError, match=r"did not take the weights \(.*no, sorry") as raised:
+        send(model)
+    assert raised.value.retryable
+    assert not hub.commits
 
 
 def test_missing_token_and_offline_mode_are_refused_at_the_start(
