@@ -216,31 +216,35 @@ def _report_facts(config: RunConfig, run_id: str, inputs: _Inputs) -> "ReportFac
 def _log_evaluation(
     config: RunConfig, tracking: Tracking, run_id: str, inputs: _Inputs, datasets: Datasets
 ) -> None:
-    """Log the evaluation of the checkpoints, and the contamination if there is one."""
+    """Log the perplexities, the other scores and the contamination, if there are any."""
     evaluation = inputs.evaluation
     with tracking.errors("take the evaluation"):
         tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
-    if inputs.contamination is not None:
-        _send_contamination(config, tracking, run_id, inputs.scored, inputs.contamination)
     checkpoints, now = read_evaluation(evaluation)["checkpoints"], round(1000 * time.time())
     log_perplexities(
         tracking, run_id, perplexities_of(checkpoints), datasets=datasets, timestamp_ms=now
     )
     log_losses_by_position(tracking, run_id, checkpoints, timestamp_ms=now)
+    _send_scores(config, tracking, run_id, inputs.scored, inputs.contamination)
 
 
-def _send_contamination(
+def _send_scores(
     config: RunConfig,
     tracking: Tracking,
     run_id: str,
     scored: tuple[Artifact, ...],
-    contamination: Artifact,
+    contamination: Artifact | None,
 ) -> None:
-    """Log the shares, and the scores that an earlier limit withheld."""
+    """Log the scores that MLflow lacks, and the shares of contaminated items.
+
+    A stage logs its scores only when it measures them: MLflow lacks them if another store is used
+    since then, or if an earlier limit withheld them.
+    """
     hidden = withheld(config, contamination)
     now = round(1000 * time.time())
-    with tracking.errors("take the contamination"):
-        tracking.client.log_artifact(run_id, str(contamination.directory / CONTAMINATION))
+    if contamination is not None:
+        with tracking.errors("take the contamination"):
+            tracking.client.log_artifact(run_id, str(contamination.directory / CONTAMINATION))
     for each in scored:
         scores = scores_of(each) if each.stage == "lm-eval" else named_scores(read_scores(each))
         values = without_hidden(scores, hidden) | contamination_metrics(contamination)

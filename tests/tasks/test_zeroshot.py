@@ -21,6 +21,7 @@ from tasks._plan import DryRun, UnbuiltArtifact
 from tasks.evaluate import Target, score_key
 from tasks.index import RunData
 from tasks.preflight import plan_publication
+from tasks.publish import _send_scores
 from tasks.zeroshot import REPORT, named_scores, text_digests, zeroshot_key, zeroshot_summary
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
@@ -197,6 +198,27 @@ def test_scores_of_a_checkpoint_that_mlflow_lacks_are_logged_once(
         log_scores(tracking, run_id, 200, {"wikitext_ppl": value}, timestamp_ms=moment)
     history = tracking.client.get_metric_history(run_id, "wikitext_ppl")
     assert [(metric.value, metric.step) for metric in history] == [(40.5, 200), (39.0, 200)]
+
+
+def test_publication_sends_the_scores_to_a_store_that_lacks_them(
+    tracking: Tracking,
+    log: EventLog,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    tmp_path: Path,
+) -> None:
+    log.checkpoint(100, 3.0)
+    run_id = Forwarder(tracking, run_directory, config, facts).flush()
+    (tmp_path / REPORT).write_text(SCORES, encoding="utf-8")
+    counts = {"checkpoint": "iter_0000100", "iteration": 100}
+    scored = artifact("zeroshot", **counts).model_copy(update={"path": str(tmp_path)})
+    for _ in range(2):
+        _send_scores(config, tracking, run_id, (scored,), None)
+    (metric,) = tracking.client.get_metric_history(run_id, "lambada_accuracy")
+    assert (metric.value, metric.step) == (0.25, 100)
+    (model,) = tracking.client.search_logged_models([tracking.experiment_id])
+    assert {metric.key for metric in model.metrics} >= named_scores(json.loads(SCORES)).keys()
 
 
 def test_summary_is_a_table(tmp_path: Path) -> None:
