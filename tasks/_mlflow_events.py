@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tasks._mlflow import (
     Tracking,
     end_run,
     ensure_run,
+    recorded_run_id,
     stored_steps,
 )
 
@@ -387,8 +389,19 @@ class Forwarder:
             time.sleep(max(0.0, pause))
 
     def finish(self, status: RunStatus = "FINISHED", timeout: float = 120.0) -> str:
-        """Flush, set the run's final status, and return its id. Raises TrackingError."""
-        run_id = self.flush(timeout)
+        """Flush, set the run's final status, and return its id. Raises the errors of `flush`.
+
+        The status is also set if the events cannot be read or their offset not be written, such as
+        on a full disk: a store elsewhere would show the run as running forever.
+        """
+        try:
+            run_id = self.flush(timeout)
+        except (WorkspaceError, FileAccessError, DataFormatError):
+            with suppress(*STORE_ERRORS):
+                sent_to = recorded_run_id(self.directory)
+                if sent_to is not None:
+                    end_run(self.tracking, sent_to, status)
+            raise
         end_run(self.tracking, run_id, status)
         return run_id
 
@@ -453,13 +466,13 @@ class Forwarder:
                 return
             try:
                 self._send(batch)
+                if not self._closed:
+                    self._commit(batch)
             except STORE_ERRORS:
                 # The store may have received the batch all the same, or may have lost the run.
                 # The next delivery checks both.
                 self._run_id = None
                 raise
-            if not self._closed:
-                self._commit(batch)
 
     def _restore(self, run_id: str) -> None:
         """Continue after the last committed delivery to this run."""

@@ -375,6 +375,49 @@ def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
     assert forwarder.flush()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_run_ends_also_if_this_host_cannot_send_its_events(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+    damaged: bool,
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    run_id = forwarder.flush()
+    log.step(20)
+    error: type[Exception] = DataFormatError if damaged else WorkspaceError
+    if damaged:
+        log.write("checkpoint", 20)
+
+    def full(*_: object) -> None:
+        raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(tasks._mlflow_events, "write_json", full)
+    with pytest.raises(error):
+        forwarder.finish("FAILED")
+    assert tracking.client.get_run(run_id).info.status == "FAILED"
+
+
+def test_batch_whose_offset_was_not_written_is_not_sent_twice(
+    log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = watch_log_batch(monkeypatch)
+    log.step(10)
+    forwarder = make_forwarder()
+
+    def full(*_: object) -> None:
+        raise WorkspaceError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._mlflow_events, "write_json", full)
+        with pytest.raises(WorkspaceError):
+            forwarder.flush()
+    forwarder.flush()
+    assert sent == [10]
+
+
 def test_hanging_store_blocks_neither_polls_nor_flush(
     tracking: Tracking,
     log: EventLog,
