@@ -131,6 +131,12 @@ def note_parent(artifact: Path, parent: Parent) -> None:
     write_json(path, read_object(path) | {"registry": parent.tags()})
 
 
+def noted_parent(artifact: Path) -> dict[str, str]:
+    """Return the tags that `note_parent` added to a collected model."""
+    tags: dict[str, str] = read_object(artifact / LINEAGE_NAME)["registry"]
+    return tags
+
+
 def _of_version(model: str, version: "ModelVersion") -> Parent:
     return Parent(
         model=model,

@@ -2,8 +2,11 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey
 from megacore.artifact.build import open_artifact, seal
@@ -21,8 +24,8 @@ from tasks._cache import StageResult, artifact_directory, artifact_problem, stag
 from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._live_run import watched
-from tasks._mlflow import Dataset, RunFacts
-from tasks._parent import parent_of
+from tasks._mlflow import STORE_ERRORS, Dataset, RunFacts
+from tasks._parent import noted_parent, parent_of
 from tasks._retry import attempt, may_retry
 
 SEALED = "best/**/*"
@@ -94,7 +97,7 @@ def _run(
     job = finetune_job(config, directory, pretrained, examples)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
-    facts = run_facts(config, directory.name, examples)
+    facts = run_facts(config, directory.name, examples, _parent_tags(config, pretrained))
     with watched(job, facts, None, "fine-tuning") as poll:
         stages.finetune(job, poll, [held])
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
@@ -119,14 +122,35 @@ def finetune_job(
     )
 
 
-def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
-    """Return the facts that MLflow records next to the configuration: samples and initial model."""
+def _parent_tags(config: FinetuneConfig, pretrained: Artifact) -> dict[str, str]:
+    """Return the tags of the initial model, or those of its collection if MLflow does not answer.
+
+    An attempt, which may be a retry after days, must not fail for a store that training can do
+    without.
+    """
+    try:
+        return parent_of(config).tags()
+    except STORE_ERRORS as error:
+        get_run_logger().warning(
+            "%s; the run is recorded with the parent that was known when its model was collected",
+            error,
+        )
+        return noted_parent(pretrained.directory)
+
+
+def run_facts(
+    config: FinetuneConfig, key: str, examples: Artifact, parent: Mapping[str, str]
+) -> RunFacts:
+    """Return the facts that MLflow records next to the configuration.
+
+    These are the samples, and the initial model by its tags `parent`.
+    """
     return RunFacts(
         key=key,
         datasets={"training": Dataset.of(examples)},
         tags={
             "megacore.conf": config.name,
-            **{f"megacore.{k}": v for k, v in parent_of(config).tags().items()},
+            **{f"megacore.{name}": value for name, value in parent.items()},
         },
     )
 

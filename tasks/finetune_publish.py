@@ -19,7 +19,7 @@ from megacore.config.keys import key_parameters
 from megacore.finetune.metrics import ANSWERS_NAME, read_answers
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
-from tasks._mlflow import Tracking
+from tasks._mlflow import RunFacts, Tracking
 from tasks._parent import Parent, parent_of
 from tasks._publication import (
     build_publication,
@@ -94,9 +94,11 @@ def finetune_publish(
         )
 
     key = publish_key(config, pretrained, examples, finetuned, exported)
-    return build_publication(
-        config, key, directory, lambda: run_facts(config, directory.name, examples), send
-    )
+
+    def facts() -> RunFacts:
+        return run_facts(config, directory.name, examples, parent_of(config).tags())
+
+    return build_publication(config, key, directory, facts, send)
 
 
 def measurement(

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.build import StageKey, seal
 from megacore.config.finetune import FinetuneConfig
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, TrackingError
 from megacore.finetune.metrics import ANSWERS_NAME, Answer, write_answers
 from megacore.hardware import Hardware
 from tasks import finetune_preflight, finetune_publish
 from tasks._mlflow import Tracking
 from tasks._parent import note_parent, parent_directory, parent_of, pinned
 from tasks._registry import publish_model
+from tasks.finetune import _parent_tags, run_facts
 from tasks.finetune_data import examples_key
 from tests.finetune._tiny_models import tiny_config, write_model
 
@@ -82,6 +84,27 @@ def test_alias_is_resolved_to_a_version_with_files_and_lineage(
     note_parent(tmp_path, parent)
     noted = json.loads((tmp_path / "lineage.json").read_text(encoding="utf-8"))
     assert noted == {"path": "x", "registry": parent.tags()}
+
+
+def test_attempt_needs_no_store_that_answers(
+    tracking: Tracking,
+    workspace: Workspace,
+    export: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(tracking, export)
+    config = config_of("models:/bert-base/1")
+    collected = Artifact(stage="pretrained", key="k", path=str(tmp_path), digest="d", counts={})
+    (tmp_path / "lineage.json").write_text("{}", encoding="utf-8")
+    note_parent(tmp_path, parent_of(config))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with disable_run_logger():
+        tags = _parent_tags(config, collected)
+    facts = run_facts(config, "key", collected, tags)
+    assert facts.tags["megacore.parent_name"] == "bert-base"
+    with pytest.raises(TrackingError):
+        parent_of(config)
 
 
 def test_files_of_a_server_are_downloaded_once(
