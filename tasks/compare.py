@@ -1,6 +1,7 @@
 """Task `compare`: the comparison of two models or runs, as a table in Prefect and in MLflow."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from prefect.artifacts import create_table_artifact
 from megacore.artifact import Workspace
 from megacore.redact import redact
 from tasks._environment import prepare_environment
-from tasks._mlflow import Tracking, end_run
+from tasks._mlflow import STORE_ERRORS, Tracking, end_run
 
 EXPERIMENT = "comparisons"
 """Experiment of MLflow with one run per comparison."""
@@ -66,7 +67,13 @@ def log_report(tracking: Tracking, report: dict[str, Any]) -> str:
     experiment = tracking.experiment_id
     with tracking.errors("take the report of a comparison"):
         run = tracking.client.create_run(experiment, run_name=" and ".join(names), tags=tags)
-        text = json.dumps(report, indent=2, default=str)
-        tracking.client.log_text(run.info.run_id, redact(text), REPORT)
+    try:
+        with tracking.errors("take the report of a comparison"):
+            text = json.dumps(report, indent=2, default=str)
+            tracking.client.log_text(run.info.run_id, redact(text), REPORT)
+    except STORE_ERRORS:
+        with suppress(*STORE_ERRORS):
+            end_run(tracking, run.info.run_id, "FAILED")
+        raise
     end_run(tracking, run.info.run_id)
     return str(run.info.run_id)

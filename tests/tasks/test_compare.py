@@ -7,7 +7,7 @@ import pytest
 
 from flows import compare as flow
 from megacore.compare.runs import compare_runs
-from megacore.errors import LaunchError
+from megacore.errors import LaunchError, TrackingError
 from tasks._mlflow import Tracking
 from tasks.compare import REPORT, log_report, table
 from tests.compare._runs import Written, since, write
@@ -24,6 +24,23 @@ def test_a_report_is_a_run_with_its_causes(tracking: Tracking, tmp_path: Path) -
     path = tracking.client.download_artifacts(run.info.run_id, REPORT, str(tmp_path))
     assert json.loads(Path(path).read_text(encoding="utf-8"))["causes"] == ["seed"]
     assert {row["cause"] for row in table(report)} == {"seed"}
+
+
+def test_a_report_that_mlflow_does_not_take_leaves_no_running_run(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    def refuse(*_: object) -> None:
+        raise MlflowException("no room")
+
+    a, b = (write(tmp_path / name, Written(), tmp_path / "data") for name in "ab")
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    with pytest.raises(TrackingError, match="no room"):
+        log_report(tracking, compare_runs(a, b).to_json())
+    (run,) = tracking.client.search_runs([tracking.experiment_id])
+    assert run.info.status == "FAILED"
 
 
 def test_a_server_that_does_not_answer_is_one_sentence(
