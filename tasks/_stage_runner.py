@@ -26,6 +26,7 @@ from rich.table import Table
 
 from megacore.artifact import Artifact
 from megacore.artifact.files import access_error
+from megacore.config.finetune import FinetuneConfig
 from megacore.config.load import name_of
 from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.observe.logging import output_fault
@@ -110,7 +111,7 @@ class StageRunner(Generic[Config]):
         if self.rows and (error is None or isinstance(error, Exception)):
             self._report()
         if isinstance(error, TrainingStoppedError):
-            self.ended = stopped(error)
+            self.ended = stopped(error, self.config)
         return self.ended is not None
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
@@ -270,12 +271,12 @@ def store_config(config: FlowConfig) -> None:
     )
 
 
-def stopped(error: TrainingStoppedError) -> State[Any]:
+def stopped(error: TrainingStoppedError, config: FlowConfig) -> State[Any]:
     """Return the state of a flow run whose training was stopped: neither completed nor failed.
 
     Its result is the error.
     """
-    command = resume_command()
+    command = resume_command(config)
     return Cancelled(
         name="Stopped", message=f"{error}: {command}" if command else str(error), data=error
     )
@@ -327,10 +328,11 @@ def run_name() -> str:
     return "-".join([context.flow.name, name_of(path), *switches])
 
 
-def resume_command() -> str | None:
+def resume_command(config: FlowConfig) -> str | None:
     """Return the command line that resumes the current flow run, without its secrets.
 
-    None outside of a flow run.
+    It names the version of a registered model with which the run began: an alias may have been
+    moved when somebody runs the command. None outside of a flow run.
     """
     context = FlowRunContext.get()
     if context is None or context.flow is None:
@@ -343,7 +345,10 @@ def resume_command() -> str | None:
         "--conf",
         str(parameters["conf"]),
     ]
-    for key, value in redact_values(all_overrides(parameters) or {}).items():
+    overrides = dict(all_overrides(parameters) or {})
+    if isinstance(config, FinetuneConfig) and config.model.path.startswith("models:/"):
+        overrides["model.path"] = config.model.path
+    for key, value in redact_values(overrides).items():
         words += ["-o", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     words += [f"--{name.replace('_', '-')}" for name, value in parameters.items() if value is True]
     return redact(shlex.join(words))

@@ -41,6 +41,7 @@ from tasks.evaluate import evaluate
 from tasks.finetune import finetune
 from tasks.index import RunData
 from tasks.train import train
+from tests.finetune._tiny_models import tiny_config
 from tests.tasks.conftest import make_config
 
 may_retry: Any = train.retry_condition_fn
@@ -500,10 +501,22 @@ def test_resume_command_is_quoted_and_has_no_secret(
     }
     context = SimpleNamespace(flow=SimpleNamespace(name="pretrain"), parameters=parameters)
     monkeypatch.setattr(_stage_runner, "FlowRunContext", SimpleNamespace(get=lambda: context))
-    command = _stage_runner.resume_command()
+    command = _stage_runner.resume_command(make_config())
     assert command == (
         "python -m flows.pretrain --conf 'my conf.yaml' -o train.train_iters=50 -o "
         '\'data.source.files=[{"url": "https://***@host/a.jsonl"}]\''
+    )
+
+
+def test_resume_command_names_the_version_that_an_alias_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameters = {"conf": "bert-tiny", "overrides": {"seed": 3}}
+    context = SimpleNamespace(flow=SimpleNamespace(name="finetune"), parameters=parameters)
+    monkeypatch.setattr(_stage_runner, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    pinned = tiny_config("models:/bert-tiny/3", Path("data"), "classification")
+    assert _stage_runner.resume_command(pinned) == (
+        "python -m flows.finetune --conf bert-tiny -o seed=3 -o model.path=models:/bert-tiny/3"
     )
 
 
