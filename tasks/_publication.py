@@ -10,12 +10,19 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from megacore.artifact import StageKey
+from megacore.artifact import StageKey, lock
 from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.paths import is_file
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
-from tasks._cache import KeyFunction, StageResult, artifact_directory, artifact_problem, build
+from tasks._cache import (
+    KeyFunction,
+    StageResult,
+    artifact_directory,
+    artifact_problem,
+    build,
+    holder_name,
+)
 from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
 from tasks._mlflow import STORE_ERRORS, RunFacts, Tracking, end_trained_run, page_url, runs_url
@@ -28,6 +35,8 @@ RECEIPT = "receipt.json"
 
 REPORT = "report.html"
 """Name of a pretraining's report in its run directory."""
+_PUBLICATION = "publication"
+"""Name in a run's directory that is locked while the run is published."""
 
 
 def read_receipt(directory: Path) -> dict[str, str]:
@@ -77,16 +86,19 @@ def build_publication(
     """
 
     def fill(directory: Path) -> dict[str, Any]:
-        tracking, run_facts = Tracking.of(config), facts()
-        run_id = Forwarder(tracking, run_directory, config, run_facts).flush()
-        try:
-            receipt = send(tracking, run_id)
-            results = describe_model(tracking, run_facts, receipt)
-            update_run_page(tracking, run_id, run_directory, run_facts, results=results)
-        finally:
-            # The training is finished even if its publication fails.
-            end_trained_run(tracking, run_id, run_directory)
-        get_run_logger().info(
+        tracking, log = Tracking.of(config), get_run_logger()
+        # Of two flows that publish a run with different scores, the second finds the first's model.
+        with lock(run_directory / _PUBLICATION, holder=holder_name(), on_wait=log.info):
+            run_facts = facts()
+            run_id = Forwarder(tracking, run_directory, config, run_facts).flush()
+            try:
+                receipt = send(tracking, run_id)
+                results = describe_model(tracking, run_facts, receipt)
+                update_run_page(tracking, run_id, run_directory, run_facts, results=results)
+            finally:
+                # The training is finished even if its publication fails.
+                end_trained_run(tracking, run_id, run_directory)
+        log.info(
             "registered as version %s; %s",
             receipt["version"],
             standing(tracking, receipt["model_name"], receipt["version"]),

@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 import tasks._registry
-from megacore.artifact.build import StageKey, seal
+from megacore.artifact.build import StageKey, is_locked, seal
 from megacore.config import RunConfig
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, TrackingError
 from tasks._aliases import Measurement, alias_problem, standing
 from tasks._mlflow import RunFacts, Tracking, ensure_run
-from tasks._publication import RECEIPT, mlflow_lines, read_receipt, receipt_problem
+from tasks._publication import (
+    RECEIPT,
+    build_publication,
+    mlflow_lines,
+    read_receipt,
+    receipt_problem,
+)
 from tasks._registry import publish_model, published_exists
 from tests.tasks.conftest import KilledError
 
@@ -417,3 +424,24 @@ def test_incomplete_export_is_refused(
     (copy / "parity.json").unlink()
     with pytest.raises(ConversionError, match=r"parity\.json is missing: delete .*copy"):
         publish(directory=copy)
+
+
+def test_one_flow_at_a_time_publishes_a_run(
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tracking.workspace.root))
+    locked = []
+
+    def send(tracking: Tracking, run_id: str) -> dict[str, str]:
+        locked.append(is_locked(run_directory / "publication"))
+        raise TrackingError("no answer")
+
+    key = StageKey("publish", 1, {}, {})
+    with disable_run_logger(), pytest.raises(TrackingError, match="no answer"):
+        build_publication(config, key, run_directory, lambda: facts, send)
+    assert locked == [True]
+    assert not is_locked(run_directory / "publication")
