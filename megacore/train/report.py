@@ -78,6 +78,7 @@ class RateMeter:
 
     def start(self, iteration: int, consumed_samples: int) -> None:
         """Start an interval after `iteration` iterations and `consumed_samples` samples."""
+        self._timers.take(1)  # phases of the set-up, and of a validation that a resume makes up for
         self._iteration = iteration
         self._consumed_samples = consumed_samples
         self._started = time.perf_counter()

@@ -66,6 +66,22 @@ def test_report_has_rates_of_each_rank_and_excludes_all_pauses(
     assert (step.lm_loss, step.further_losses) == (2.0, {"sop_loss": 0.5})
 
 
+def test_phases_before_an_interval_are_not_in_its_report() -> None:
+    config, device = _runs.config(), torch.device("cpu")
+    timers = Timers(device)
+    shape = TransformerShape.of(config, 64)
+    meter = RateMeter(config, shape, timers, ranks=1, peaks=None)
+    with timers("world wait"):  # of a validation that a resume makes up for
+        time.sleep(0.05)
+    meter.start(2, 16)
+    with timers("optimizer"):
+        pass
+    update = Update((2.0,) * 4, {"lm_loss": 2.0}, 1.0, True)
+    step, milliseconds = meter.report(TrainState(3, 24), update, 1.0, device)
+    assert milliseconds.keys() == {"optimizer"}
+    assert step.exposed_communication_ms == 0.0
+
+
 def test_rank_that_computes_longer_than_its_peers_is_named_once_until_it_recovers() -> None:
     warnings: list[str] = []
     hosts = ["node-1"] * 4 + ["node-2"] * 4
