@@ -167,10 +167,14 @@ class _Recording:
         self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._snapshot: Any = None
         self._range: Any = None
-        if self._cuda:
-            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
-        self._profile.start()
         self._resident = ResidentSampler()
+        try:
+            if self._cuda:
+                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+            self._profile.start()
+        except BaseException:
+            self._release()
+            raise
 
     def begin(self, iteration: int) -> None:
         """Open a separate range in the trace for an iteration."""
@@ -187,12 +191,19 @@ class _Recording:
             self._range = None
 
     def stop(self) -> None:
-        """Stop recording."""
-        self.end()
-        self._profile.stop()
+        """Stop recording, also if a part of it fails."""
+        try:
+            self.end()
+            self._profile.stop()
+            if self._cuda:
+                self._snapshot = torch.cuda.memory._snapshot()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """End what would record, and take memory, for the rest of the run."""
         self._resident.stop()
         if self._cuda:
-            self._snapshot = torch.cuda.memory._snapshot()
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, directory: Path, stem: str, last: int) -> list[str]:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_failed_trace_export_leaves_no_files(
     _runs.train(profiled(1, 2), data, tmp_path)
     assert "No space left on device" in _runs.events(tmp_path, "warning")[0]["message"]
     assert list((tmp_path / "profile").iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["start", "stop"])
+def test_a_profiler_that_fails_leaves_nothing_that_records(
+    part: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("CUPTI is not available")
+
+    monkeypatch.setattr(profiles.profile, part, fail)
+    _runs.train(profiled(1, 2), data, tmp_path)
+    assert "CUPTI is not available" in _runs.events(tmp_path, "warning")[0]["message"]
+    assert "resident-memory" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_failure_within_the_interval_raises_the_original_error(
