@@ -104,7 +104,8 @@ def _deployment(precision: str, vocab_size: int) -> "Deployment":
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    # The first variable is torchrun's, the second that of DeepSpeed's launcher.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
     host_memory = Hardware.detect().memory // local_ranks
     return Deployment(ranks, vocab_size, resolve_precision(precision, device), device, host_memory)
 

@@ -83,8 +83,12 @@ def test_usage_on_a_gpu_is_its_memory() -> None:
     )
 
 
-def test_advice_is_for_a_rank_with_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_advice_is_for_a_rank_with_its_share_of_the_host(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv(variable, "2")
     monkeypatch.setattr(advice, "memory_advice", lambda config, place, rank: f"host {place.host}")
     attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
     with pytest.raises(MemoryExhaustedError) as caught, attempt:
