@@ -335,10 +335,10 @@ def _temporary_saves(
     return [path for path in parts if path not in complete]
 
 
-def _changed(path: Path, *, follow_symlinks: bool = False) -> float:
+def _changed(path: Path) -> float:
     """Return the Unix time of a path's last change; infinity if it is removed meanwhile."""
     try:
-        return path.stat(follow_symlinks=follow_symlinks).st_mtime
+        return path.lstat().st_mtime
     except FileNotFoundError:
         return math.inf
 
