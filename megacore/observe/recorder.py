@@ -46,9 +46,11 @@ class Recorder:
         )
 
     def event(self, kind: str, **values: Any) -> None:
-        """Write one event."""
+        """Write one event; a `start` has the iteration after which the attempt begins."""
         if self._events:
             self._events.write(kind, **values)
+        if self._board and kind == "start":
+            self._board.begin(values["iteration"])
 
     def reported_checkpoints(self) -> dict[int, str]:
         """Return the paths of existing checkpoints by iteration, from the events (rank 0 only)."""
@@ -240,14 +242,18 @@ class TensorBoardWriter:
         check_tensorboard()
         self._directory = directory
         self._writer: SummaryWriter | None = None
+        self._purge_step = 0
+
+    def begin(self, iteration: int) -> None:
+        """Let new files hide what earlier ones have of iterations after this one."""
+        self._purge_step = iteration + 1
 
     def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
         """Write values by tag; skip None."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # A resumed run repeats iterations; hide values of earlier files from here on.
-            self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
+            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
         for tag, value in values.items():
             if value is not None:
                 self._writer.add_scalar(tag, value, iteration)

@@ -17,7 +17,7 @@ from tests.observe.test_logging import REPORT
 
 def record_run(directory: Path, rank: int, *, board: bool = False) -> None:
     with Recorder(directory, attempt=1, rank=rank, tensorboard=board) as recorder:
-        recorder.event("start", ranks=2)
+        recorder.event("start", iteration=0, ranks=2)
         recorder.step(REPORT, {"update": 1.0})
         recorder.evaluation(
             100, {"lm_loss": 5.0}, samples=640, consumed_samples=6400, consumed_tokens=6553600
@@ -112,3 +112,24 @@ def test_tensorboard_shows_repeated_iterations_of_a_resumed_run_once(tmp_path: P
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [scalar.step for scalar in board.Scalars("lm loss")] == [100]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
+)
+def test_tensorboard_keeps_what_was_written_of_the_iteration_before_a_resume(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record_run(tmp_path, 0, board=True)
+    time.sleep(1.1)
+    with Recorder(tmp_path, attempt=2, rank=0, tensorboard=True) as recorder:
+        recorder.event("start", iteration=100)
+        recorder.perplexity(
+            100, 5.0, samples=64, seconds=1.5, consumed_samples=6400, consumed_tokens=6553600
+        )
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    for tag in ("lm loss", "lm loss validation"):
+        assert [scalar.step for scalar in board.Scalars(tag)] == [100]
