@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-START_LIMIT = 60.0
-PAGE_LIMIT = 60.0
+from tests._limits import HANG
+
 _TEXT = "document.body ? document.body.innerText : ''"
 
 
@@ -33,7 +33,7 @@ class Browser:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            answer = json.loads(self._connection.recv(timeout=START_LIMIT))
+            answer = json.loads(self._connection.recv(timeout=HANG))
             if answer.get("id") == number:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]
@@ -51,7 +51,7 @@ class Browser:
 
     def wait_for(self, *texts: str) -> str:
         """Return the page's text as soon as it contains all of `texts`."""
-        deadline = time.monotonic() + PAGE_LIMIT
+        deadline = time.monotonic() + HANG
         while True:
             shown = self.text()
             missing = [text for text in texts if text not in shown]
@@ -62,7 +62,7 @@ class Browser:
 
     def wait_for_element(self, selector: str) -> None:
         """Wait until the page has an element."""
-        deadline = time.monotonic() + PAGE_LIMIT
+        deadline = time.monotonic() + HANG
         expression = f"document.querySelector({json.dumps(selector)}) !== null"
         while not self.call("Runtime.evaluate", expression=expression)["result"].get("value"):
             assert time.monotonic() < deadline, f"{selector} not in the page:\n{self.text()}"
@@ -108,16 +108,16 @@ def browser(width: int = 1600, height: int = 1200) -> Iterator[Browser]:
         )
         try:
             port = Path(profile, "DevToolsActivePort")
-            deadline = time.monotonic() + START_LIMIT
+            deadline = time.monotonic() + HANG
             while not port.exists() or not port.read_text().strip():
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             address = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=HANG) as answer:
                 tab = next(tab for tab in json.load(answer) if tab["type"] == "page")
             with connect(tab["webSocketDebuggerUrl"], max_size=None) as connection:
                 yield Browser(connection)
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
 from tests.architecture._source import ROOT, imports_of, python_files, tree
 
 LIGHT = (
@@ -116,7 +117,7 @@ def _methods(module: ast.Module) -> Iterator[ast.Attribute]:
 def printed(script: str) -> list[str]:
     """Return the words that a script prints in a separate process."""
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.split()

@@ -17,6 +17,7 @@ from benchmarks._entrants import CASES, OUT_OF_MEMORY, Work
 from benchmarks._gpu_figures import Part, Results, Row, load, report
 from benchmarks._turns import Contestant
 from benchmarks._verdict import Check
+from tests._limits import HANG
 
 SMOKE = argparse.Namespace(
     smoke=True, micro_batches=[8], contest_micro_batch=None, nanogpt=None, parts=list(gpu.PARTS)
@@ -243,7 +244,7 @@ def test_make_runs_the_tests_that_need_a_gpu_and_then_the_benchmark(
     python.chmod(0o755)
     (tmp_path / ".installed").touch()
     command = ["make", "-C", str(root), "gpu", f"VENV={tmp_path}", "ARGS=--parts sweep"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode != 0
     tests, benchmark = (line for line in done.stdout.splitlines() if line.startswith("-m"))
     assert "tests/kernels/test_flex.py" in tests

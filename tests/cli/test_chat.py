@@ -20,6 +20,7 @@ from megacore.generate.generate import generate
 from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions
 from megacore.parallel.mesh import ProcessMesh
+from tests._limits import HANG
 from tests.cli._model import Files, run, write_files
 from tests.finetune._tiny_models import write_model
 
@@ -160,7 +161,7 @@ def test_terminal_has_a_prompt_and_ctrl_c_stops_only_the_answer(files: Files) ->
     os.close(terminal)
 
     def until(text: str) -> str:
-        seen, deadline = b"", time.monotonic() + 60
+        seen, deadline = b"", time.monotonic() + HANG
         while text.encode() not in seen:
             readable, _, _ = select.select([main], [], [], max(0, deadline - time.monotonic()))
             assert readable, f"no {text!r} after {seen!r}"
@@ -177,7 +178,7 @@ def test_terminal_has_a_prompt_and_ctrl_c_stops_only_the_answer(files: Files) ->
         os.write(main, b"the value\n")
         assert "the value" in until("> ").split("\n", 1)[1]
         os.write(main, b"\n")
-        assert child.wait(60) == 0
+        assert child.wait(HANG) == 0
     finally:
         child.kill()
         os.close(main)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from megacore.cli import app
 from megacore.corpus.curate import curate_segments
 from megacore.errors import ConfigError, DataFormatError
+from tests._limits import HANG
 from tests.corpus.test_curate import write
 
 
@@ -98,7 +99,7 @@ def test_a_second_command_waits_for_the_first_and_refuses_its_output(
 
     monkeypatch.setattr("megacore.corpus.curate.curate_segments", curate_while_another_waits)
     result = CliRunner().invoke(app, words)
-    _, errors = second[0].communicate(timeout=60)
+    _, errors = second[0].communicate(timeout=HANG)
     assert result.exit_code == 0, result.output
     assert "out is not empty: give another --output" in errors
     assert second[0].returncode == ConfigError.exit_code

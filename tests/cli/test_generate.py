@@ -12,6 +12,7 @@ import pytest
 from megacore.errors import CheckpointError, ConfigError, DataFormatError, MegacoreError
 from megacore.jobs.model import GenerateJob
 from megacore.tokenizer import load_tokenizer
+from tests._limits import HANG
 from tests.cli._model import Files, output, run, write_files
 
 PROMPTS = ("--prompt", "the value of", "--prompt", "the sum of step 3 is not the sum of step")
@@ -195,7 +196,7 @@ def test_a_wrong_vocabulary_is_refused_with_both_sizes_and_an_exit_code(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert result.returncode == 2

@@ -35,7 +35,7 @@ pytestmark = [needs_deepspeed, pytest.mark.slow]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, EngineState]]:
     """Return a directory of checkpoints with the model's description, and the engines' states."""
     root = tmp_path_factory.mktemp("deepspeed")
-    states = run_distributed(2, write_all, str(root), timeout=120)
+    states = run_distributed(2, write_all, str(root))
     assert states[0].keys() == CASES.keys()
     write_json(root / "state.json", {"model": spec_and_config()[0].model_dump(mode="json")})
     return root, states[0]

@@ -171,7 +171,7 @@ def test_weights_only_in_half_precision_are_remarked(tmp_path: Path) -> None:
 
 @needs_deepspeed
 def test_checkpoints_of_deepspeed_and_of_the_engine_are_equal(tmp_path: Path) -> None:
-    (ours, _) = run_distributed(2, write_divided, str(tmp_path), timeout=120)
+    (ours, _) = run_distributed(2, write_divided, str(tmp_path))
     for name, (_, zero_stage, _) in LAYOUTS.items():
         expected = read_tensors(Path(ours[name]))
         shutil.copy(Path(ours[name]) / "state.json", tmp_path / name / "state.json")

@@ -16,6 +16,7 @@ from megacore.errors import ConfigError, ConversionError
 from megacore.tokenizer.build import build_tokenizer, train_bpe
 from megacore.tokenizer.load import JsonTokenizer, load_tokenizer
 from tests._families import LLAMA, OLMO2
+from tests._limits import HANG
 from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
 from tests.tokenizer.test_sentencepiece_model import train
@@ -149,7 +150,7 @@ def test_a_qwen2_is_exportable_only_with_a_tokenizer_that_divides_texts_as_its_o
 
 def test_the_check_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, megacore.convert; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])

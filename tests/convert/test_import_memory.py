@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megacore.convert.megatron.checkpoint import write_megatron
+from tests._limits import HANG
 from tests.convert._megatron import megatron_spec, weights
 from tests.convert._megatron_core import core_args, core_state, write_core
 from tests.convert._nanotron import nanotron_config, nanotron_parameters, write_nanotron
@@ -97,7 +98,7 @@ def test_an_import_does_not_hold_the_model(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stderr
     largest = 4 * 2 * INNER * HIDDEN

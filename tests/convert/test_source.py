@@ -21,6 +21,7 @@ from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.errors import CheckpointError
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
+from tests._limits import HANG
 from tests.convert._models import our_model, tiny_spec
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,7 @@ def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path: Path) -> Non
         str(tmp_path / "out"),
         "float32",
     ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert result.returncode == 0, result.stderr
     assert total > 2 * largest
     # Blocks of a few megabytes are added; with larger tensors they are part of the 10 %.

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests._limits import HANG
+
 
 @dataclass
 class Site:
@@ -104,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         elif body:
             self.wfile.write(body)
         if site.silence is not None:
-            site.silence.wait(30)
+            site.silence.wait(HANG)
         if chunked and cut is None:
             self.wfile.write(b"0\r\n\r\n")
         if cut is not None or site.length_error:

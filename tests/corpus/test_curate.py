@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests._limits import HANG
+
 pytest.importorskip("datatrove", reason="the extra curate is not installed")
 
 from datatrove.data import Document
@@ -689,7 +691,9 @@ def test_killed_anywhere_the_stage_continues_with_the_shards_that_are_done(
         "import sys; from pathlib import Path; from tests.corpus import test_curate as t; "
         "t.run_again(Path(sys.argv[1]))"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], timeout=HANG, check=False
+    )
     assert ended.returncode == -signal.SIGKILL
     receipts = {
         receipt: receipt.stat().st_mtime_ns

@@ -18,6 +18,7 @@ from megacore.errors import DataFormatError, WorkspaceError
 from megacore.token_files import indexed_dataset_writer
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter, permute
+from tests._limits import HANG
 
 Documents = list[list[list[int]]]
 
@@ -255,7 +256,7 @@ def test_an_idx_file_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> No
     # In a separate process: the limit would also apply to the output of pytest.
     command = [sys.executable, "-c", NO_FILE_BEYOND_4_KB, str(tmp_path / "a")]
     result = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG
     )
     assert result.returncode == 1
     assert "File too large: raise the limit" in result.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.data.sampler import PrefetchingIterator, micro_batch_indices, micro_batches
+from tests._limits import HANG
 
 EIGHT = BatchSchedule(global_batch_size=8, start=8)
 
@@ -122,10 +123,10 @@ def test_close_ends_a_thread_that_waits_for_a_batch_to_be_taken() -> None:
         return gather(indices)
 
     batches = PrefetchingIterator(noted, [[0], [1]], depth=1)
-    assert gathered.wait(60)
+    assert gathered.wait(HANG)
     closing = threading.Thread(target=batches.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(HANG)
     assert not closing.is_alive()
     assert prefetch_threads() == []
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
 from tests.scripts._clone import ROOT, free_ports
 
 SUPERUSER = "admin"
-START_LIMIT = 60.0
 
 
 def binaries() -> Path:
@@ -89,7 +89,7 @@ class Postgres:
         env = {"PATH": os.environ["PATH"], "PGPASSWORD": self.superuser_password, **variables}
         words = [*command, "--dbname", "postgres", *arguments]
         return subprocess.run(
-            words, input=stdin, env=env, capture_output=True, text=True, timeout=60
+            words, input=stdin, env=env, capture_output=True, text=True, timeout=HANG
         )
 
     def create_databases(self) -> None:
@@ -151,7 +151,7 @@ def running(directory: Path) -> Iterator[Postgres]:
         ]
         words = [str(programs / "initdb"), f"--pgdata={cluster}", "--encoding=UTF8", *options]
         created = subprocess.run(
-            words, env=env, cwd=data, capture_output=True, text=True, timeout=120, **identity
+            words, env=env, cwd=data, capture_output=True, text=True, timeout=HANG, **identity
         )  # type: ignore[call-overload]
         assert created.returncode == 0, created.stderr
         settings = {
@@ -177,7 +177,7 @@ def running(directory: Path) -> Iterator[Postgres]:
 
 
 def _wait(server: "subprocess.Popen[bytes]", postgres: Postgres) -> None:
-    deadline = time.monotonic() + START_LIMIT
+    deadline = time.monotonic() + HANG
     while postgres.superuser("--command", "SELECT 1").returncode != 0:
         assert server.poll() is None, postgres.log()
         assert time.monotonic() < deadline, postgres.log()
@@ -187,7 +187,7 @@ def _wait(server: "subprocess.Popen[bytes]", postgres: Postgres) -> None:
 def _end(server: "subprocess.Popen[bytes]") -> None:
     server.send_signal(2)  # PostgreSQL's fast shutdown ends connections and leaves complete files
     try:
-        server.wait(20)
+        server.wait(HANG)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from tests._limits import HANG
 from tests.deploy._postgres import Postgres
 from tests.flows.conftest import tiny_config, write_corpus
 from tests.scripts._clone import ROOT, Clone
@@ -147,5 +148,5 @@ def _ask(url: str, body: dict[str, Any] | None, login: str | None) -> Any:
     request.add_header("content-type", "application/json")
     if login:
         request.add_header("authorization", "Basic " + base64.b64encode(login.encode()).decode())
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=HANG) as answer:
         return json.loads(answer.read() or "null")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 DATABASES = ["prefect", "mlflow", "mlflow_users"]
 
@@ -51,7 +53,7 @@ class Place:
         }
         words = [str(ROOT / "deploy" / script), *arguments]
         return subprocess.run(
-            words, env=env | variables, capture_output=True, text=True, timeout=60, check=False
+            words, env=env | variables, capture_output=True, text=True, timeout=HANG, check=False
         )
 
 

@@ -100,7 +100,7 @@ def not_finite() -> dict[str, tuple[Update, bool, int]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[Update, bool, int]]:
-    results: dict[str, tuple[Update, bool, int]] = run_distributed(1, not_finite, timeout=60)[0]
+    results: dict[str, tuple[Update, bool, int]] = run_distributed(1, not_finite)[0]
     return results
 
 
@@ -148,7 +148,7 @@ def cases_of_one_rank(root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first_rank: dict[str, Any] = run_distributed(
-        1, cases_of_one_rank, tmp_path_factory.mktemp("one"), timeout=60
+        1, cases_of_one_rank, tmp_path_factory.mktemp("one")
     )[0]
     return first_rank
 
@@ -322,7 +322,7 @@ def test_an_engine_on_nvme_trains_and_is_restored(tmp_path: Path) -> None:
         pytest.skip(
             "DeepSpeed's operator async_io is not built: python -m megacore.ranks.operators"
         )
-    ((on_nvme, plain), restored) = run_distributed(1, train_on_nvme, tmp_path, timeout=60)[0]
+    ((on_nvme, plain), restored) = run_distributed(1, train_on_nvme, tmp_path)[0]
     assert [update.loss for update in on_nvme] == pytest.approx(
         [update.loss for update in plain], rel=1e-5
     )

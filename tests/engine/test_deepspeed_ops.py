@@ -20,6 +20,7 @@ from megacore.engine.deepspeed.operators import (
 )
 from megacore.errors import ConfigError, LaunchError
 from megacore.ranks.operators import REPORT, prepare_operators
+from tests._limits import HANG
 from tests.train import _runs
 
 pytest.importorskip("deepspeed")
@@ -220,7 +221,7 @@ def test_one_build_serves_every_rank(
         for _ in range(2)
     ]
     try:
-        outputs = [builder.communicate(timeout=500)[0] for builder in builders]
+        outputs = [builder.communicate(timeout=HANG)[0] for builder in builders]
     finally:
         for builder in builders:
             builder.kill()
@@ -239,7 +240,7 @@ def test_one_build_serves_every_rank(
     assert not stale.exists()
     assert prepare(offloading("deepspeed"), job_file), "a second preparation must not build again"
     assert not job_file.with_name("log").exists()
-    subprocess.run([sys.executable, "-c", LOADED], env=environment, timeout=200, check=True)
+    subprocess.run([sys.executable, "-c", LOADED], env=environment, timeout=HANG, check=True)
 
 
 def test_a_missing_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

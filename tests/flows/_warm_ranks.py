@@ -16,9 +16,8 @@ from megacore.artifact.build import lock_file
 from megacore.launch import supervise as real
 from megacore.launch.failure import Attempt
 from megacore.launch.watch import KillCounter
+from tests._limits import HANG
 
-LIMIT = 300.0
-"""Seconds that a rank may take."""
 _POLL = 0.05
 _WITH_LOCK = ("megacore.ranks.pretrain", "megacore.ranks.finetune")
 """Entry points of ranks that must not outlive the lock of their run."""
@@ -61,12 +60,12 @@ def supervise(
     rank = context.Process(
         target=_run, args=(module, arguments, os.environ | env, os.getcwd(), log), daemon=True
     )
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + HANG
     rank.start()
     try:
         while rank.is_alive():
             on_poll()
-            assert time.monotonic() < deadline, f"{module} did not end within {LIMIT:.0f} s"
+            assert time.monotonic() < deadline, f"{module} did not end within {HANG:.0f} s"
             rank.join(_POLL)
     finally:
         rank.kill()

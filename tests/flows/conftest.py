@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests._limits import HANG
+
 if TYPE_CHECKING:
     from tasks._stage_runner import StageRunner
 
@@ -151,7 +153,7 @@ def workspace(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with (
         use_workspace(root, empty_store),
         temporary_settings(settings),
-        prefect_test_harness(server_startup_timeout=120),
+        prefect_test_harness(server_startup_timeout=int(HANG)),
     ):
         yield root
 

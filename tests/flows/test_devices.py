@@ -13,6 +13,7 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from megacore.config.launch import LaunchConfig
 from tasks import _devices
 from tasks._devices import devices, limit_name
+from tests._limits import HANG
 
 
 @pytest.mark.slow
@@ -37,7 +38,7 @@ def test_second_flow_run_waits_for_the_first(
     def hold() -> None:
         with devices(LaunchConfig(), trains=True):
             held.set()
-            assert finished.wait(60)
+            assert finished.wait(HANG)
 
     @flow(name="waiter", flow_run_name="second")
     def wait() -> int:
@@ -46,7 +47,7 @@ def test_second_flow_run_waits_for_the_first(
             return active_slots()
 
     def end_when_waited_for() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while "waits for the" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # the first run renews its lease
@@ -65,7 +66,7 @@ def test_second_flow_run_waits_for_the_first(
         threading.Thread(target=end_when_waited_for),
     )
     first.start()
-    assert held.wait(60)
+    assert held.wait(HANG)
     watcher.start()
     assert wait() == 1
     watcher.join()

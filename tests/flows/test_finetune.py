@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from megacore.errors import ConfigError, DataFormatError
+from tests._limits import HANG
 from tests.finetune._tiny_models import word_rows, write_model, write_rows
 from tests.flows.conftest import ROOT, on_report, outcomes, server_environment, use_workspace
 from tests.flows.test_supervision import wait_for
@@ -247,7 +248,7 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
                 and bool(events(new[0], "checkpoint"))
             )
 
-        wait_for("a checkpoint", saved, 120)
+        wait_for("a checkpoint", saved, HANG)
         ranks = [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -302,7 +303,7 @@ def test_dry_run_prints_the_plan_and_a_one_line_error(finished: Place) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert plan.returncode == ConfigError.exit_code, plan.stderr
     assert plan.stderr.splitlines()[-1].startswith(

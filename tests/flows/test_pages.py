@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests._browser import Browser, browser
+from tests._limits import HANG
 from tests.flows.conftest import tiny_config, write_corpus
 from tests.scripts._clone import Clone, ask
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 DEPLOYMENT = "pretrain/gpt2-tiny"
 FIRST = "bert-345m"
 """Deployment at the top of Prefect's page."""
-LIMIT = 120.0
 REPORTED = "prefect.flow_runs.worker - Check whether"
 """Beginning of the worker's last message about a flow run whose process was killed."""
 ITERATIONS = [60, 120, 180]
@@ -81,7 +81,7 @@ def worker_log(clone: Clone) -> str:
 
 
 def wait_for(clone: Clone, condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < deadline, f"not {what}:\n{worker_log(clone)[-4000:]}"
         time.sleep(0.1)

@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 
 from megacore.errors import DataFormatError
+from tests._limits import HANG
 from tests.flows.conftest import ROOT, Bench, server_environment
 
 SCORES = ["evaluate iter_0000002", "evaluate iter_0000003"]
@@ -196,7 +197,7 @@ def test_flow_run_retry_reruns_only_the_failed_stage(finished: Bench) -> None:
         env=os.environ | server_environment(finished.workspace),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     with get_client(sync_client=True) as client:

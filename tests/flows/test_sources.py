@@ -26,6 +26,7 @@ from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from megacore.tokenizer import tokenize as shards
 from tasks._stage_runner import StageRunner
 from tasks.curate import curation_metrics
+from tests._limits import HANG
 from tests.flows import _warm_ranks
 from tests.flows.conftest import on_report, outcomes, tiny_config
 
@@ -188,7 +189,7 @@ def test_sources_are_collected_and_tokenized_side_by_side(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     for module, name in ((corpus, "collect"), (shards, "tokenize_corpus")):
         # Each call waits for the other one, which never comes if they run in turn.
-        meeting, original = threading.Barrier(2, timeout=60), getattr(module, name)
+        meeting, original = threading.Barrier(2, timeout=HANG), getattr(module, name)
 
         def meet(
             *args: Any,
@@ -219,7 +220,7 @@ def test_error_of_a_source_is_the_flows_after_the_others_finished(
         if "b.jsonl" in source.files[0]:
             failed.set()
             raise DataFormatError("injected failure")
-        assert failed.wait(60)
+        assert failed.wait(HANG)
         return original(source, directory, **kwargs)
 
     members = [{"weight": 1, "source": source(place, name, 60)} for name in "abc"]

@@ -19,6 +19,7 @@ from megacore.errors import RankLostError
 from megacore.observe.runs import runs
 from megacore.ranks import stages
 from tasks._retry import FAILURES_FILE
+from tests._limits import HANG
 from tests.flows.conftest import Bench, tiny_config
 from tests.flows.test_supervision import events_of, start, wait_for
 
@@ -57,7 +58,7 @@ def last_iteration(workspace: Path) -> int:
 
 def wait_for_end(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int, str]:
     """Wait for the flow; return its exit code and log."""
-    code = flow.wait(timeout=400)
+    code = flow.wait(timeout=HANG)
     return code, workspace.with_suffix(".log").read_text()
 
 
@@ -83,7 +84,7 @@ def test_stopped_and_preempted_flow_is_resumed_to_the_end(
         wait_for(
             "some iterations",
             lambda: last_iteration(workspace) > 20 or flow.poll() is not None,
-            120,
+            HANG,
         )
         os.kill(flow.pid, signal.SIGUSR1)
         code, log = wait_for_end(flow, workspace)
@@ -129,7 +130,7 @@ def test_flow_is_stopped_while_it_waits_before_a_retry(
         return [path for path in running if Path(path, FAILURES_FILE).exists()]
 
     def stop_once_it_waits() -> None:
-        wait_for("a failed attempt", waiting, 120)
+        wait_for("a failed attempt", waiting, HANG)
         time.sleep(1.5)  # the first check for the stop file is over
         stop("flow-test")
 

@@ -18,6 +18,7 @@ import yaml
 from megacore.checkpoint.format import TRACKER_NAME
 from megacore.errors import DataFormatError, StageTimeoutError
 from megacore.ranks import stages
+from tests._limits import HANG
 from tests.flows.conftest import ROOT, Bench, server_environment, tiny_config
 
 STOP_GRACE = 3.0
@@ -110,12 +111,12 @@ def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
     flow = start(conf, workspace)
     try:
         wait_for(
-            "a checkpoint", lambda: last_checkpoint(workspace) > 0 or flow.poll() is not None, 120
+            "a checkpoint", lambda: last_checkpoint(workspace) > 0 or flow.poll() is not None, HANG
         )
         assert flow.poll() is None, workspace.with_suffix(".log").read_text()[-3000:]
         assert len(ranks_of(workspace)) >= 3
         flow.send_signal(signal_number)
-        flow.wait(timeout=60)
+        flow.wait(timeout=HANG)
         wait_for("the end of every rank", lambda: not ranks_of(workspace), STOP_GRACE + 5)
     finally:
         flow.kill()
@@ -126,7 +127,7 @@ def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
         return
     target = last_saved + 3
     rerun = start(conf, workspace, f"train.train_iters={target}", "train.global_batch_size=4")
-    assert rerun.wait(timeout=400) == 0, workspace.with_suffix(".log").read_text()[-3000:]
+    assert rerun.wait(timeout=HANG) == 0, workspace.with_suffix(".log").read_text()[-3000:]
     starts = [event for event in events_of(workspace) if event["kind"] == "start"]
     assert starts[-1]["resumed_from"] == last_saved
     assert [event["attempt"] for event in starts] == [1, 2]
@@ -180,7 +181,7 @@ def test_retry_after_a_lost_rank_resumes(
             # The tracker is written after the first checkpoint is complete.
             return directory is not None and (directory / "checkpoints" / TRACKER_NAME).exists()
 
-        wait_for("a checkpoint", saved, 120)
+        wait_for("a checkpoint", saved, HANG)
         ranks = [process for process in ranks_of(bench.workspace) if "RANK" in process.environ()]
         ranks[-1].kill()
 

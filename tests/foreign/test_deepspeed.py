@@ -16,6 +16,7 @@ from megacore.errors import ConfigError
 from megacore.foreign.deepspeed import read_keys
 from megacore.foreign.deepspeed_keys import REFUSED, definitions
 from megacore.foreign.files import read_settings_json
+from tests._limits import HANG
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -428,7 +429,7 @@ def run_python(script: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr

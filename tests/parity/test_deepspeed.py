@@ -126,12 +126,12 @@ FAST = {
 
 @pytest.fixture(scope="module")
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
-    return run_distributed(2, train_all, selected(TWO_RANKS, request), timeout=90)
+    return run_distributed(2, train_all, selected(TWO_RANKS, request))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
-    return run_distributed(4, train_all, selected(FOUR_RANKS, request), timeout=120)
+    return run_distributed(4, train_all, selected(FOUR_RANKS, request))
 
 
 @pytest.fixture(scope="module")

@@ -307,12 +307,12 @@ than the C++ kernels of CPUs with AVX512-BF16.
 
 @pytest.fixture(scope="module")
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
-    return run_distributed(2, train_all, selected(TWO_RANKS, request), timeout=60)
+    return run_distributed(2, train_all, selected(TWO_RANKS, request))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
-    return run_distributed(4, train_all, selected(FOUR_RANKS, request), timeout=60)
+    return run_distributed(4, train_all, selected(FOUR_RANKS, request))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from urllib.error import HTTPError
 import psutil
 import yaml
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROBE = """
@@ -67,7 +69,7 @@ class Clone:
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def command(
-        self, *arguments: str, timeout: float = 200, **variables: str
+        self, *arguments: str, timeout: float = HANG, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         inherited = {
             name: os.environ[name]
@@ -148,10 +150,10 @@ def ask(
         request.add_header("authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     for name, value in headers.items():
         request.add_header(name, value)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=HANG) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as refused:
             if refused.code != 503 or time.monotonic() > deadline:

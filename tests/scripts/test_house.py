@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests._limits import HANG
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 FLOORS = 'floors = [["errors", "Errors"], ["low", "Base"], ["high", "Top"], ["tasks", "Stages"]]\n'
 Tree = Callable[..., Path]
@@ -336,7 +338,7 @@ def test_script_runs_in_any_directory_with_only_the_standard_library(tmp_path: P
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["files in megacore"]["value"] > 100

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -36,7 +38,7 @@ def refusal(directory: Path, nvcc: str, **variables: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         check=False,
     )
     assert result.returncode == 1

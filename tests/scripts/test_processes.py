@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megacore.errors import LaunchError
+from tests._limits import HANG
 from tests.launch._processes import wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -62,7 +63,7 @@ def test_end_includes_descendants_in_other_sessions(
     pid_file = tmp_path / "pid"
     started = spawn(sys.executable, "-c", ESCAPE_SCRIPT, str(pid_file))
     wait_until(
-        lambda: pid_file.exists() and pid_file.read_text() != "", 20, "the hidden process started"
+        lambda: pid_file.exists() and pid_file.read_text() != "", HANG, "the hidden process started"
     )
     hidden = psutil.Process(int(pid_file.read_text()))
     assert hidden.ppid() != started.pid  # type: ignore[attr-defined]
@@ -98,7 +99,7 @@ def test_output_is_logged_and_stdin_is_closed(
     processes: ModuleType, spawn: Callable[..., object], tmp_path: Path
 ) -> None:
     started = spawn("sh", "-c", "cat; echo out; echo err >&2")
-    wait_until(lambda: started.process() is None, 20, "the command ended")  # type: ignore[attr-defined]
+    wait_until(lambda: started.process() is None, HANG, "the command ended")  # type: ignore[attr-defined]
     assert (tmp_path / "helper.log").read_text().split() == ["out", "err"]
 
 

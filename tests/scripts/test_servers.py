@@ -17,6 +17,7 @@ import yaml
 from websockets import ConnectionClosed, Subprotocol
 from websockets.sync.client import connect
 
+from tests._limits import HANG
 from tests.scripts._clone import Clone, ask, get
 
 
@@ -212,7 +213,7 @@ def check_origins(prefect_url: str) -> None:
         preflight.add_header("Origin", origin)
         preflight.add_header("Access-Control-Request-Method", "POST")
         try:
-            with urllib.request.urlopen(preflight, timeout=10) as answer:
+            with urllib.request.urlopen(preflight, timeout=HANG) as answer:
                 headers = answer.headers
         except HTTPError as refused:
             headers = refused.headers
@@ -226,9 +227,9 @@ def check_websocket_needs_the_password(clone: Clone) -> None:
             events.send(json.dumps({"type": "auth", "token": token}))
             if kind is None:
                 with pytest.raises(ConnectionClosed, match="Invalid token"):
-                    events.recv(timeout=10)
+                    events.recv(timeout=HANG)
             else:
-                assert json.loads(events.recv(timeout=10))["type"] == kind
+                assert json.loads(events.recv(timeout=HANG))["type"] == kind
 
 
 def check_password_is_in_no_argument_or_log(clone: Clone, token: str) -> None:
@@ -274,7 +275,7 @@ def check_stop_ends_a_run_and_its_children(clone: Clone, prefect_url: str) -> No
     (clone.workspace / "probe.json").unlink()
     deployment = json.loads(get(f"{prefect_url}/api/deployments/name/probe/env", clone.login))
     page = f"{prefect_url}/api/deployments/{deployment['id']}/create_flow_run"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     status, text = ask(page, {"parameters": {"wait": True}}, clone.login)
     assert status == 201, text
     while not (clone.workspace / "probe.json").exists():

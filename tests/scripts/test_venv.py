@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "dirname", "touch", "mkdir", "cp", "cat", "rm", "make", "find", "env")
 
@@ -69,7 +71,7 @@ class Machine:
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG,
         )
 
     @property

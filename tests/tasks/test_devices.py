@@ -17,6 +17,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError
 from tasks import _devices
 from tasks._devices import devices, limit_name, limit_names
+from tests._limits import HANG
 
 HERE = LaunchConfig()
 OTHER_RUN = {"name": "pretrain-other", "id": str(uuid4())}
@@ -126,7 +127,7 @@ pytestmark = pytest.mark.usefixtures("kind", "lines")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

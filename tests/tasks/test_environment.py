@@ -11,6 +11,7 @@ import pytest
 
 from megacore.errors import ConfigError, WorkspaceError
 from tasks._environment import check_proxies, prepare_environment
+from tests._limits import HANG
 
 PROXY = "http://proxy.example.org:3128"
 SERVER, ELSEWHERE = "http://127.0.0.1:4200/api", "http://models.example.org/"
@@ -83,7 +84,7 @@ def test_a_flow_refuses_such_a_proxy_before_it_starts(
         env={**os.environ, "MEGACORE_WORKSPACE": str(tmp_path), "https_proxy": "gopher://a"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
     assert result.returncode != 0

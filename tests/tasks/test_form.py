@@ -20,6 +20,7 @@ from tasks._form import (
     parameter_of,
     with_form,
 )
+from tests._limits import HANG
 
 FORMS = {
     "pretrain": PRETRAINING,
@@ -53,7 +54,7 @@ def flows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=HANG,
     )
     dumped: dict[str, Any] = json.loads(result.stdout)
     return dumped

@@ -12,6 +12,7 @@ from megacore.errors import PreemptedError, RankLostError, TrainingStoppedError
 from tasks._live_run import LiveRun, SystemMetrics, exit_reason
 from tasks._mlflow import RunFacts, Tracking, ensure_run
 from tasks._mlflow_events import Forwarder
+from tests._limits import HANG
 from tests.tasks.events import EventLog
 
 CPU = "system/cpu_utilization_percentage"
@@ -24,7 +25,7 @@ def run_id(tracking: Tracking, run_directory: Path, config: RunConfig, facts: Ru
 
 
 def poll_until(done: Callable[[], bool], metrics: SystemMetrics, run_id: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while not done():
         assert time.monotonic() < deadline
         metrics.poll(run_id)
@@ -49,7 +50,7 @@ def test_monitor_that_ended_is_started_again(tracking: Tracking, run_id: str) ->
     metrics = SystemMetrics(tracking.uri, interval=0.05)
     poll_until(lambda: metrics.measures, metrics, run_id)
     tracking.client.set_terminated(run_id, "FAILED")  # ends it as an unavailable store does
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while metrics.measures:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -84,7 +85,7 @@ def test_run_is_measured_only_if_configured(
     values = {"tracking": {"system_metrics": system_metrics}}
     chosen = RunConfig.model_validate(config.model_dump() | values)
     forwarder = Forwarder(tracking, run_directory, chosen, facts)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     with LiveRun(forwarder, 1) as live:
         while forwarder.run_id is None or (
             system_metrics and not steps(tracking, forwarder.run_id)

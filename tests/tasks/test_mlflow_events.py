@@ -29,6 +29,7 @@ from tasks._mlflow_events import (
     next_batch,
     points_of,
 )
+from tests._limits import HANG
 from tests.tasks.conftest import KilledError
 from tests.tasks.events import TOKENS_PER_ITERATION, EventLog, sources
 
@@ -453,7 +454,7 @@ def test_polls_deliver_in_the_background(
         log.step(iteration)
         forwarder.poll()
         time.sleep(0.05)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     run_id = None
     while time.monotonic() < deadline and (run_id is None or len(history(tracking, run_id)) < 5):
         forwarder.poll()

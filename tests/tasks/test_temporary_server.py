@@ -19,6 +19,7 @@ import pytest
 from megacore.errors import WorkspaceError
 from tasks import _temporary_server
 from tasks._temporary_server import MARK, TemporaryServer, _ServerOutput, database_problem, servers
+from tests._limits import HANG
 
 ROOT = Path(__file__).parents[2]
 FLOW = """
@@ -58,7 +59,7 @@ def test_killed_flow_ends_its_server_and_no_other_process() -> None:
         if parent_of(pid) == flow.pid and watches(pid)
     )
     token = Path(f"/proc/{watcher}/cmdline").read_bytes().split(b"\0")[-2].decode()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while len(processes_of(token)) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -119,7 +120,7 @@ def test_temporary_server_answers_after_a_signal_of_the_terminal(
     assert flow.stdout is not None
     assert flow.stdout.readline() == b"started\n"
     os.killpg(flow.pid, number)
-    output, _ = flow.communicate(timeout=60)
+    output, _ = flow.communicate(timeout=HANG)
     assert output == b"True\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(flow.pid, 0)
@@ -148,7 +149,7 @@ def test_ending_flow_does_not_wait_for_a_server_that_is_gone(tmp_path: Path, cod
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         check=False,
     )
     assert flow.returncode == code
@@ -191,7 +192,7 @@ def test_killed_temporary_server_is_started_again_and_ends_with_the_flow(tmp_pat
         env={**os.environ, "PREFECT_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
     assert flow.returncode == 0, flow.stderr
@@ -211,7 +212,7 @@ def test_last_line_of_a_failed_command_is_the_error(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
     assert flow.returncode == 2
@@ -248,7 +249,7 @@ def test_end_waits_until_the_server_has_stored_the_ended_task_runs(
     server.port = listener.server_port
     with listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()
-        server.wait_for_records({"b", "a"}, time.monotonic() + 60)
+        server.wait_for_records({"b", "a"}, time.monotonic() + HANG)
         assert len(requests) == 4
         path, login, body = requests[0]
         assert (path, login) == ("/api/task_runs/count", "Basic bWVnYWNvcmU6d29yZA==")
@@ -256,10 +257,10 @@ def test_end_waits_until_the_server_has_stored_the_ended_task_runs(
         assert "COMPLETED" in body["task_runs"]["state"]["type"]["any_"]
         server.wait_for_records({"a", "b", "c"}, time.monotonic())
         assert len(requests) == 4, "the time is over"
-        server.wait_for_records({"a", "b", "c"}, time.monotonic() + 60)
+        server.wait_for_records({"a", "b", "c"}, time.monotonic() + HANG)
         assert len(requests) == 6, "the server does not answer with a number"
         listener.shutdown()
-    server.wait_for_records({"a"}, time.monotonic() + 60)  # and it is gone
+    server.wait_for_records({"a"}, time.monotonic() + HANG)  # and it is gone
 
 
 HUNG_UP = """
@@ -282,7 +283,7 @@ def test_flow_of_a_closed_terminal_ends_once_and_writes_nothing_to_it() -> None:
     )
     os.close(slave)
     os.close(master)
-    output, _ = flow.communicate(timeout=120)
+    output, _ = flow.communicate(timeout=HANG)
     assert (flow.returncode, output) == (0, b"SIGHUP /dev/null\n")
 
 

@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 
 from megacore.tokenizer.encode import _one_thread_per_call
+from tests._limits import HANG
 
 NAME = "TOKENIZERS_PARALLELISM"
 
@@ -22,14 +23,14 @@ def test_the_last_of_several_encoders_restores_the_setting(
 
     def encode(leaves_first: bool) -> str | None:
         with _one_thread_per_call:
-            barrier.wait(10)
+            barrier.wait(HANG)
             if leaves_first:
                 return os.environ.get(NAME)
-            first.result(10)
+            first.result(HANG)
             return os.environ.get(NAME)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(encode, True)
         second = pool.submit(encode, False)
-        assert (first.result(10), second.result(10)) == ("false", "false")
+        assert (first.result(HANG), second.result(HANG)) == ("false", "false")
     assert os.environ.get(NAME) == before
