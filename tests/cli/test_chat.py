@@ -170,13 +170,15 @@ def test_terminal_has_a_prompt_and_ctrl_c_stops_only_the_answer(files: Files) ->
 
     try:
         until("> ")
-        for _ in range(6):  # Python misses a signal just before it waits for a key
+        for _ in range(30):  # Python misses a signal just before it waits for a key
             child.send_signal(2)
             if select.select([main], [], [], 10)[0]:
                 break
         until("> ")
         os.write(main, b"the value\n")
-        assert "the value" in until("> ").split("\n", 1)[1]
+        shown = until("> ")
+        while shown.count("the value") < 2:  # prompts of further signals come before the input
+            shown += until("> ")
         os.write(main, b"\n")
         assert child.wait(HANG) == 0
     finally:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.tokenize import write_tokens
+from tests._limits import HANG
 from tests.tokenizer._corpora import TEXTS, train_punkt, train_tokenizer, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -294,26 +294,19 @@ def test_a_failed_overwrite_leaves_existing_files_unchanged(
 def test_a_killed_command_leaves_only_temporary_files(
     tmp_path: Path, tokenizer: Path, gpt2: list[str]
 ) -> None:
-    source = tmp_path / "pipe.jsonl"
-    write_lines(source, ["some words here"] * 400_000)
-    command = [sys.executable, "-c", "from megacore.cli import main; main()"]
-    arguments = [
-        "tokenize",
-        "--input",
-        str(source),
-        "--output-prefix",
-        str(tmp_path / "out"),
-        *gpt2,
-    ]
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while (
-        not list(tmp_path.glob("out_text_document.tmp-*/tokens.bin.tmp-*"))
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
+    source = write_lines(tmp_path / "a.jsonl", ["some words here"] * 1000)
+    program = (
+        "import os, signal; from megacore.cli import main\n"
+        "from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter as Writer\n"
+        "add = Writer.add_batch\n"
+        "def add_and_die(*batch):\n    add(*batch); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Writer.add_batch = add_and_die; main()"
+    )
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *gpt2]
+    command = [sys.executable, "-c", program, "tokenize", *arguments]
+    killed = subprocess.run(command, cwd=ROOT, check=False, timeout=HANG)
+    assert killed.returncode == -signal.SIGKILL
+    assert list(tmp_path.glob("out_text_document.tmp-*/tokens.bin.tmp-*"))
     assert not [path for path in tmp_path.glob("out*") if ".tmp-" not in path.name]
 
 

@@ -22,11 +22,14 @@ import pytest
 from megacore.corpus import fetch as fetch_module
 from megacore.corpus.fetch import Patience, fetch
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+from tests._limits import HANG
 from tests.corpus._server import Site, etag, serve
 
 CONTENT = random.Random(1).randbytes(5 << 20)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-QUICK = Patience(attempts=3, backoff=0.01, connect_timeout=2, read_timeout=1, longest_wait=0.05)
+QUICK = Patience(
+    attempts=3, backoff=0.01, connect_timeout=HANG, read_timeout=HANG, longest_wait=0.05
+)
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_a_temporary_server_error_is_retried(site: Site, target: Path, status: i
     site.statuses, site.headers = [status, status], {"Retry-After": "3600"}
     started = time.monotonic()
     assert fetch_file(site, target).sha256 == SHA256
-    assert 0.1 <= time.monotonic() - started < 5  # at least two waits of longest_wait
+    assert 0.1 <= time.monotonic() - started < 120  # two waits of longest_wait, not of an hour
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
@@ -262,17 +265,19 @@ def test_a_refused_connection_fails_soon(target: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DownloadError, match=r"failed 3 times in a row \(.*refused"):
         fetch(f"{url}/a.jsonl", None, target, QUICK)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 120  # the connection's timeout is longer
 
 
 def test_a_silent_server_fails_after_the_read_timeout(site: Site, target: Path) -> None:
     site.length_error, site.silence = 10, threading.Event()
     site.files["/a.jsonl"] = b"x" * 1000
-    with pytest.raises(
-        DownloadError, match=r"failed 3 times in a row \(timed out\); 1000 bytes are there"
-    ):
-        fetch(f"{site.url}/a.jsonl", None, target, replace(QUICK, read_timeout=0.2))
+    for seconds in (0.2, 30.0):  # on a busy machine even the first bytes may take longer
+        with pytest.raises(DownloadError, match=r"failed 3 times in a row \(timed out\)") as caught:
+            fetch(f"{site.url}/a.jsonl", None, target, replace(QUICK, read_timeout=seconds))
+        if "; 1000 bytes are there" in str(caught.value):
+            break
     site.silence.set()
+    assert "; 1000 bytes are there" in str(caught.value)
     assert not target.exists()
 
 

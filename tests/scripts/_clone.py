@@ -68,9 +68,7 @@ class Clone:
         assert {each["name"] for each in values["deployments"]} == {*names}
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
 
-    def command(
-        self, *arguments: str, timeout: float = HANG, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {
             name: os.environ[name]
             for name in ("PATH", "LANG", "LD_LIBRARY_PATH")
@@ -86,7 +84,7 @@ class Clone:
             **variables,
         }
         return subprocess.run(
-            arguments, cwd=self.root, env=env, capture_output=True, text=True, timeout=timeout
+            arguments, cwd=self.root, env=env, capture_output=True, text=True, timeout=2 * HANG
         )
 
     def servers(self, command: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from megacore.tokenizer.sentences import (
     find_punkt,
     make_splitter,
 )
+from tests._limits import HANG
 from tests.tokenizer._corpora import STORY, train_punkt
 
 RULES = SplitterChoice("rules")
@@ -68,7 +69,7 @@ def test_rules_keep_every_character(text: str) -> None:
 
 
 def test_long_words_and_gaps_take_linear_time(punkt: Path) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     for text in (
         "a" * 400_000,
         "." * 400_000 + "x",
@@ -78,7 +79,7 @@ def test_long_words_and_gaps_take_linear_time(punkt: Path) -> None:
     ):
         make_splitter(RULES)(text)
     make_splitter(SplitterChoice("punkt", keep_newlines=True, data=str(punkt)))("a" * 400_000)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_long_texts_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_two_processes_split_equal_to_one(punkt: Path) -> None:
 
 def test_a_killed_worker_raises_at_once() -> None:
     def work(splitter: SentenceSplitter) -> None:
-        while time.monotonic() - started < 20:
+        while time.monotonic() - started < HANG:
             splitter.split(["One. Two."])
 
     with SentenceSplitter(RULES, 2) as splitter:
@@ -150,19 +151,17 @@ def test_a_killed_worker_raises_at_once() -> None:
 
 
 def test_an_error_cancels_the_queued_work() -> None:
-    started = time.monotonic()
     queued: list[Future[Any]] = []
 
     def work() -> None:
         with SentenceSplitter(RULES, 2) as splitter:
             assert splitter._pool is not None
-            queued.extend(splitter._pool.submit(time.sleep, 0.5) for _ in range(40))
+            queued.extend(splitter._pool.submit(time.sleep, 0.5) for _ in range(400))
             raise KeyError
 
     with pytest.raises(KeyError):
         work()
     assert queued[-1].cancelled()
-    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("name", ["collocations.tab", "ortho_context.tab"])
