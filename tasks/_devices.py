@@ -195,7 +195,8 @@ class _Reservation:
                 with _client() as client:
                     client.renew_concurrency_lease(self._lease, lease_duration=LEASE)
             except HTTPStatusError as error:
-                if error.response.status_code == 410:  # it expired while the server was stopped
+                expired = error.response.status_code == 410  # while the server was stopped
+                if expired and not self._ended.is_set():
                     self._reserve_again()
             except Exception:  # the next renewal may succeed, and the training goes on without
                 continue

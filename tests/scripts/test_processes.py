@@ -26,9 +26,9 @@ if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork() == 0:
         open(sys.argv[1], "w").write(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
     os._exit(0)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -75,13 +75,13 @@ def test_end_includes_descendants_in_other_sessions(
 def test_end_spares_processes_of_other_names(
     processes: ModuleType, spawn: Callable[..., object]
 ) -> None:
-    other = spawn("sleep", "60", name="other")
-    processes.end(TOKEN, "helper", spawn("sleep", "60"), grace=5.0)
+    other = spawn("sleep", "600", name="other")
+    processes.end(TOKEN, "helper", spawn("sleep", "600"), grace=5.0)
     assert other.process() is not None  # type: ignore[attr-defined]
 
 
 def test_end_spares_a_reused_process_id(processes: ModuleType) -> None:
-    bystander = subprocess.Popen(["sleep", "60"])
+    bystander = subprocess.Popen(["sleep", "600"])
     try:
         created = psutil.Process(bystander.pid).create_time()
         remembered = processes.Started("helper", bystander.pid, created, "log")

@@ -239,6 +239,23 @@ def test_lease_is_renewed_and_taken_again_after_it_expired(server: MemoryServer)
     assert server.leases == {}
 
 
+def test_renewal_that_the_release_overtakes_takes_nothing(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def renew_late(lease: UUID, lease_duration: float) -> None:
+        begun.set()
+        wait_until(lambda: lease not in server.leases)
+        raise refusal(410)
+
+    monkeypatch.setattr(server, "renew_concurrency_lease", renew_late)
+    with devices(HERE, trains=True):
+        assert begun.wait(HANG)
+    wait_until(lambda: "device-lease" not in {thread.name for thread in threading.enumerate()})
+    assert server.leases == {}
+
+
 def test_busy_server_is_waited_for_and_a_refusal_is_not(server: MemoryServer) -> None:
     server.failures = [refusal(503), httpx.ConnectError("refused"), refusal(423)]
     with devices(HERE, trains=True):

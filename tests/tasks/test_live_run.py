@@ -36,7 +36,10 @@ def steps(tracking: Tracking, run_id: str) -> list[int]:
     return [metric.step for metric in tracking.client.get_metric_history(run_id, CPU)]
 
 
-def test_next_attempt_continues_the_curves(tracking: Tracking, run_id: str) -> None:
+def test_next_attempt_continues_the_curves(
+    tracking: Tracking, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks._live_run._LONGEST_STOP", HANG)
     for expected in (2, 4):
         metrics = SystemMetrics(tracking.uri, interval=0.05)
         poll_until(lambda: len(steps(tracking, run_id)) >= expected, metrics, run_id)  # noqa: B023
@@ -66,7 +69,7 @@ def test_unavailable_store_delays_nothing(tmp_path: Path) -> None:
     for _ in range(5):
         metrics.poll("0" * 32)
     metrics.stop()
-    assert time.monotonic() - started < 10, "MLflow tries for minutes"
+    assert time.monotonic() - started < 60, "MLflow tries for minutes"
     assert not metrics.measures
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tasks._mlflow_events import (
     OFFSET_FILE,
     PREFIXES,
     WITH_TOKENS,
+    Deliveries,
     Forwarder,
     next_batch,
     points_of,
@@ -328,21 +330,25 @@ def test_flush_retries_and_then_raises(
     log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.step(10)
-    monkeypatch.setattr(tasks._mlflow_events, "_FIRST_BACKOFF", 0.05)
     forwarder = make_forwarder()
-    attempts = []
+    attempts: list[float] = []
+    now = 0.0
 
     def failing(*_: object) -> str:
-        attempts.append(time.monotonic())
+        attempts.append(now)
         raise TrackingError("the server is down")
 
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     with monkeypatch.context() as patch:
         patch.setattr(tasks._mlflow_events, "ensure_run", failing)
-        started = time.monotonic()
+        patch.setattr(tasks._mlflow_events, "time", clock)
         with pytest.raises(TrackingError, match="not all in MLflow: the server is down"):
-            forwarder.flush(timeout=1.0)
-        assert 0.3 < time.monotonic() - started < 10
-    assert 3 <= len(attempts) <= 5
+            forwarder.flush(timeout=30.0)
+    assert attempts == [0.0, 1.0, 3.0, 7.0, 15.0]
     assert forwarder.flush()
 
 
@@ -355,9 +361,10 @@ def test_the_pause_stays_finite_after_many_failures(
         raise TrackingError("the server is down")
 
     monkeypatch.setattr(forwarder, "deliver", fail)
+    monkeypatch.setattr(tasks._mlflow_events, "time", SimpleNamespace(monotonic=lambda: 5.0))
     forwarder._deliveries.failures = 2000
     forwarder._attempt()
-    assert 50.0 < forwarder._deliveries.due - time.monotonic() <= 60.0
+    assert forwarder._deliveries.due == 65.0
 
 
 def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
@@ -432,7 +439,7 @@ def test_hanging_store_blocks_neither_polls_nor_flush(
     answers = threading.Event()
 
     def hang(*args: Any) -> str:
-        answers.wait(30)
+        answers.wait(2 * HANG)
         return ensure_run(*args)
 
     monkeypatch.setattr(tasks._mlflow_events, "ensure_run", hang)
@@ -441,9 +448,9 @@ def test_hanging_store_blocks_neither_polls_nor_flush(
         forwarder.poll()
     with pytest.raises(TrackingError, match=r"no events for 0\.3 s"):
         forwarder.flush(timeout=0.3)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 120
     answers.set()
-    check(tracking, forwarder.flush(timeout=30), [10])
+    check(tracking, forwarder.flush(timeout=HANG), [10])
 
 
 def test_polls_deliver_in_the_background(
@@ -597,20 +604,34 @@ def test_long_history_of_a_store_that_answers_is_no_outage(
     make_forwarder: MakeForwarder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mlflow import MlflowClient
-
+    """Each lookup takes less than the time limit, and all of them more."""
     log.step(10)
     make_forwarder().flush()
     log.step(20)  # of a flow that was killed before it sent this
-    of_mlflow = MlflowClient.get_metric_history
+    stored_steps = tasks._mlflow_events.stored_steps
+    looked_up, checked = threading.Semaphore(0), threading.Semaphore(0)
+    now = 0.0
 
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.5)
-        return of_mlflow(*arguments)
+    def look_up(*arguments: Any) -> Any:
+        nonlocal now
+        now += 50.0
+        looked_up.release()
+        assert checked.acquire(timeout=HANG)
+        return stored_steps(*arguments)
 
+    def join(deliveries: Deliveries, timeout: float) -> None:
+        """Return after each lookup, as if it had taken that long, or at the end."""
+        checked.release()
+        while deliveries.busy and not looked_up.acquire(timeout=0.01):
+            pass
+
+    clock = SimpleNamespace(monotonic=lambda: now)
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "get_metric_history", slow)
-        run_id = make_forwarder().flush(timeout=1.5)
+        patch.setattr(tasks._mlflow_events, "stored_steps", look_up)
+        patch.setattr(tasks._mlflow_events, "time", clock)
+        patch.setattr(Deliveries, "join", join)
+        run_id = make_forwarder().flush(timeout=120.0)
+    assert now > 120.0
     check(tracking, run_id, [10, 20])
 
 

@@ -18,6 +18,7 @@ from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError
 from megacore.tokenizer import tokenize
 from tasks import tokenize as stage
+from tests._limits import HANG
 from tests.corpus._files import collect_changing_file
 
 
@@ -84,10 +85,10 @@ def test_end_of_the_newest_process_is_seen_while_another_shard_goes_on(
     runner: Any = stage.shard_runner(load_config("gpt2-tiny", overrides).data)
     runner.__enter__()
     try:
-        runner._executor.submit(time.sleep, 50)
+        runner._executor.submit(time.sleep, 2 * HANG)
         newest = runner._executor.submit(os._exit, 1)
         with pytest.raises(BrokenProcessPool):
-            newest.result(40)
+            newest.result(HANG)
     finally:
         runner.__exit__(None, None, None)
 
@@ -97,6 +98,6 @@ def test_a_cancelled_flow_does_not_wait_for_its_shards() -> None:
     runner: Any = stage.shard_runner(load_config("gpt2-tiny", overrides).data)
     start = time.monotonic()
     runner.__enter__()
-    runner._executor.submit(time.sleep, 50)
+    runner._executor.submit(time.sleep, 2 * HANG)
     runner.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 120

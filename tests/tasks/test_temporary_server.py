@@ -28,11 +28,14 @@ from tasks._temporary_server import watch_over_server
 watch_over_server()
 # A process that looks like the server, and one that does not.
 for name in ("prefect.server.api.server:create_app", "another"):
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)", name]
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)", name]
     subprocess.Popen(sleep, start_new_session=True)
 print("started", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
+
+
+PATIENT = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(int(HANG))}
 
 
 def processes_of(token: str) -> list[int]:
@@ -111,7 +114,7 @@ def test_temporary_server_answers_after_a_signal_of_the_terminal(
     flow = subprocess.Popen(
         [sys.executable, "-c", SERVED_FLOW],
         cwd=ROOT,
-        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        env={**os.environ, "PREFECT_HOME": str(tmp_path), **PATIENT},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -189,7 +192,7 @@ def test_killed_temporary_server_is_started_again_and_ends_with_the_flow(tmp_pat
     flow = subprocess.run(
         [sys.executable, "-c", RESTARTED_SERVER],
         cwd=ROOT,
-        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        env={**os.environ, "PREFECT_HOME": str(tmp_path), **PATIENT},
         capture_output=True,
         text=True,
         timeout=HANG,
@@ -300,8 +303,9 @@ class FailingServer:
 
 
 def test_error_of_prefects_database_is_one_sentence_and_not_retried(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_temporary_server, "_GRACE", HANG)
     server, output = FailingServer(), _ServerOutput()
     output.watch(server, tmp_path / "prefect.db")
     server._run_uvicorn_command().wait()

@@ -18,11 +18,12 @@ from megacore.config import RunConfig
 from megacore.config.train import WandbConfig
 from megacore.errors import ConfigError
 from megacore.observe import events
-from tasks import _wandb
+from tasks import _mlflow_events, _wandb
 from tasks._live_run import LiveRun
 from tasks._mlflow import Tracking
 from tasks._mlflow_events import Forwarder, points_of
 from tasks._wandb import STATE_FILE, WandbRun, row_of
+from tests._limits import HANG
 from tests.tasks.events import EventLog
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -50,7 +51,7 @@ class Server:
         return self.key
 
     def init(self, **call: Any) -> Any:
-        self.hang.wait(20)
+        self.hang.wait(2 * HANG)
         if self.fail is not None:
             raise self.fail
         self.calls.append(call)
@@ -80,6 +81,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
     monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.setattr(_wandb, "_LONGEST_STOP", HANG)
     return server
 
 
@@ -190,7 +192,7 @@ def test_a_failing_wandb_gives_one_warning_and_gets_the_rows_later(
     run = sender(run_directory, config)
     log.step(10)
     with caplog.at_level(logging.WARNING, "prefect.megacore"):
-        for _ in range(20):
+        while run._deliveries.failures < 3:
             run.poll()
             time.sleep(0.005)
         server.fail = None
@@ -207,9 +209,10 @@ def test_the_pause_stays_finite_after_many_failures(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     server.fail = RuntimeError("refused")
     run = sender(run_directory, config)
+    monkeypatch.setattr(_mlflow_events, "time", SimpleNamespace(monotonic=lambda: 5.0))
     run._deliveries.failures = 2000
     run._attempt()
-    assert 290.0 < run._deliveries.due - time.monotonic() <= 300.0
+    assert run._deliveries.due == 305.0
 
 
 def test_the_end_without_a_thread_is_a_warning(
@@ -263,7 +266,7 @@ def test_a_hanging_wandb_holds_up_neither_polls_nor_the_end(
     for _ in range(100):
         run.poll()
     run.finish()
-    assert time.monotonic() - started < 10, "the server hangs for 20 s"
+    assert time.monotonic() - started < 120, "the server hangs for longer"
     assert "did not take the last rows in time" in caplog.text
     server.hang.set()
 
