@@ -16,8 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-LIFETIME = 40.0
-"""Seconds after which a rank exits if no process has ended it."""
+from tests._limits import HANG
+
+LIFETIME = 2 * HANG
+"""Seconds after which a rank exits if no process has ended it, longer than a test waits."""
 
 
 def start_ranks(
@@ -51,14 +53,19 @@ def rank_main(behaviour: str, directory: Path, exit_directory: Path, rank: int) 
     sys.stdout.flush()
     if behaviour.startswith("watched"):
         write_stacks_on_signal(exit_directory, rank)
+        # Rank 0 may have started later, and must wait before its peer stalls.
+        if rank == 0:
+            wait_for(directory / "rank_1.pid")
+        elif rank == 1:
+            wait_for(beat_path(exit_directory, 0))
         heartbeat = Heartbeat(beat_path(exit_directory, rank))
         heartbeat.beat("forward-compute", 7)
         if rank == 0:
             heartbeat.beat("data-parallel wait")
         elif behaviour == "watched-stopped":
-            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGSTOP)
     if behaviour == "fails" and rank == 1:
+        wait_for(directory / "rank_0.pid")
         sys.exit(9)
     if behaviour == "reasons" and rank == 1:
         from megacore.errors import DataFormatError
@@ -71,6 +78,11 @@ def rank_main(behaviour: str, directory: Path, exit_directory: Path, rank: int) 
             sys.stdout.write(f"line {number} of rank {rank}\n")
     if behaviour not in {"quick", "floods", "reasons"}:
         time.sleep(LIFETIME)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def mark_saved(directory: Path, rank: int) -> None:

@@ -12,6 +12,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests._limits import HANG
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
@@ -35,7 +37,7 @@ class Hosts:
         directory.mkdir()
         for name in ("host_key", "identity"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
-            subprocess.run(command, check=True, timeout=30)
+            subprocess.run(command, check=True, timeout=HANG)
         with socket.socket() as probe, socket.socket() as other:
             probe.bind(("127.0.0.1", 0))
             other.bind(("127.0.0.1", 0))
@@ -71,7 +73,7 @@ class Hosts:
         self._wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while time.monotonic() < deadline:
             with (
                 contextlib.suppress(OSError),
@@ -89,5 +91,5 @@ class Hosts:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait(timeout=10)
+        self._server.wait(timeout=HANG)
         self._log.close()

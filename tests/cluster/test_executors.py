@@ -31,6 +31,7 @@ from megacore.errors import (
     MegacoreError,
     WorkerLostError,
 )
+from tests._limits import HANG
 from tests.cluster.batch._slurm import Slurm
 from tests.launch._processes import REPOSITORY, alive, wait_until
 
@@ -99,7 +100,7 @@ def kill_submitter(place: Path, **options: Any) -> dict[Path, int]:
             stderr=log,
         )
     try:
-        wait_until((place / "waits").exists, 60, "a task that waits")
+        wait_until((place / "waits").exists, HANG, "a task that waits")
     finally:
         submitter.kill()
         submitter.wait()
@@ -177,7 +178,7 @@ def curate_with_ray() -> None:
         # The submitter uses the same cluster, which outlives it.
         done = kill_submitter(place, kind="ray", address=ray.get_runtime_context().gcs_address)
         waiting = int((place / "waits").read_text())
-        wait_until(lambda: not alive(waiting), 30, "the end of the killed submitter's tasks")
+        wait_until(lambda: not alive(waiting), HANG, "the end of the killed submitter's tasks")
 
         (place / "wait").unlink()
         (place / "die").touch()

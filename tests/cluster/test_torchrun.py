@@ -10,6 +10,7 @@ from megacore.cluster.start import local_torchrun_command, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
+from tests._limits import HANG
 from tests.launch._processes import environment, gloo_job
 
 
@@ -21,7 +22,7 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
         exit_directory=tmp_path / "exit",
         env={**environment(), **rank_environment(1)},
         stop_grace=3.0,
-        timeout=90,
+        timeout=HANG,
     )
 
 

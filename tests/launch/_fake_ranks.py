@@ -5,7 +5,7 @@ follows BEHAVIOUR.
 
 With a behaviour that ends in "-watched" the ranks write heartbeats: rank 1 is stopped or killed in
 a forward pass, and rank 0 waits for it in a collective. The launcher waits for rank 0 first, so it
-does not notice the end of rank 1.
+does not notice the end of rank 1. Both wait for each other first, as their heartbeats are watched.
 """
 
 import os
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
-from megacore.observe.heartbeat import Heartbeat, beat_path
+from megacore.observe.heartbeat import Heartbeat, beat_path, read_heartbeat
 from megacore.ranks.rank import write_stacks_on_signal
+from tests._limits import HANG
 
-LIFETIME = 30.0
-"""Seconds after which a rank exits if no process has ended it."""
+LIFETIME = 2 * HANG
+"""Seconds after which a rank exits if no process has ended it, longer than a test waits."""
 
 
 def start_ranks(directory: Path, behaviour: str, ranks: int) -> int:
@@ -45,6 +46,7 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
     if behaviour.endswith("chained"):
         die_with_parent()
     if behaviour.startswith("orphaned") and os.fork():
+        wait_for(directory / f"rank_{rank}.pid")
         os._exit(0)  # the grandchild continues without a parent
     temporary = directory / f"rank_{rank}.tmp"
     temporary.write_text(str(os.getpid()))
@@ -52,9 +54,9 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
     sys.stdout.write(f"rank {rank} is here\n")
     sys.stdout.flush()
     if behaviour == "notified" and rank == 1:
-        time.sleep(0.5)  # rank 1 installs its handler later than rank 0
+        wait_for(directory / "rank_0.notified")  # rank 1 installs its handler later than rank 0
     if behaviour == "notified":
-        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
+        signal.signal(signal.SIGUSR1, lambda number, frame: end_notified(directory, rank))
         (directory / f"rank_{rank}.catches").touch()
     if behaviour.endswith("watched"):
         keep_heartbeat(directory, behaviour, rank)
@@ -67,13 +69,28 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
         time.sleep(LIFETIME)
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def end_notified(directory: Path, rank: int) -> None:
+    (directory / f"rank_{rank}.notified").touch()
+    sys.exit(0)
+
+
 def keep_heartbeat(directory: Path, behaviour: str, rank: int) -> None:
+    beats = [beat_path(directory / "exit", each) for each in range(2)]
     write_stacks_on_signal(directory / "exit", rank)
-    heartbeat = Heartbeat(beat_path(directory / "exit", rank))
-    heartbeat.beat("forward-compute", 7)
+    (directory / f"rank_{rank}.ready").touch()
     if rank == 0:
+        wait_for(directory / "rank_1.ready")
+        heartbeat = Heartbeat(beats[0])
+        heartbeat.beat("forward-compute", 7)
         wait_in_a_collective(heartbeat)
-    time.sleep(0.3)
+    while (beat := read_heartbeat(beats[0])) is None or not beat.waits:
+        time.sleep(0.01)
+    Heartbeat(beats[1]).beat("forward-compute", 7)
     if "stopped" in behaviour:
         os.kill(os.getpid(), signal.SIGSTOP)
     if "killed" in behaviour:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests._limits import HANG
+
 FAKE_RANKS = str(Path(__file__).with_name("_fake_ranks.py"))
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,7 +55,7 @@ def alive(pid: int) -> bool:
 def rank_pids(directory: Path, ranks: int = 2) -> list[int]:
     """Wait until all fake ranks have written their process ids, and return the ids."""
     files = [directory / f"rank_{rank}.pid" for rank in range(ranks)]
-    wait_until(lambda: all(file.exists() for file in files), 15, "ranks started")
+    wait_until(lambda: all(file.exists() for file in files), HANG, "ranks started")
     return [int(file.read_text()) for file in files]
 
 

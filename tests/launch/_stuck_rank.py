@@ -19,10 +19,11 @@ from megacore.parallel.collectives import all_reduce
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.ranks.rank import write_stacks_on_signal
+from tests._limits import HANG
 
 
 def hang_in_forward() -> None:
-    time.sleep(60)
+    time.sleep(2 * HANG)
 
 
 def main() -> None:
@@ -32,10 +33,11 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_stacks_on_signal(directory, rank)
-    heartbeat = Heartbeat(beat_path(directory, rank))
-    timers = Timers(torch.device("cpu"), heartbeat)
+    timers = Timers(torch.device("cpu"))
     dist.init_process_group("gloo")
     mesh = ProcessMesh.build(RankLayout(data=2), timers=timers)
+    dist.barrier()  # the ranks are watched from now on, and one may have started later
+    timers._heartbeat = Heartbeat(beat_path(directory, rank))
     for iteration in (1, 2):
         mesh.beat("iteration", iteration)
         with timers("forward-compute"):

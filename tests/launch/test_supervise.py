@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
@@ -32,6 +33,7 @@ from megacore.launch.failure import Attempt
 from megacore.launch.guard import REASON_MARK, descendants
 from megacore.launch.supervise import _poll, _Signals, _take_printed, supervise
 from megacore.launch.watch import KillCounter
+from tests._limits import HANG
 from tests.launch._processes import (
     alive,
     environment,
@@ -42,7 +44,6 @@ from tests.launch._processes import (
 )
 
 GRACE = 1.0
-LIMIT = GRACE + 5
 
 
 class Cancelled(BaseException):
@@ -82,7 +83,7 @@ def test_last_poll_follows_the_end_of_the_command(tmp_path: Path) -> None:
     seen: list[str] = []
     log = tmp_path / "logs" / "train.log"
     command = [sys.executable, "-c", "print('the last line')"]
-    run(tmp_path, command, on_poll=lambda: seen.append(log.read_text()), poll_interval=30)
+    run(tmp_path, command, on_poll=lambda: seen.append(log.read_text()), poll_interval=600)
     assert seen == ["the last line\n"]
 
 
@@ -115,7 +116,7 @@ def test_exception_of_the_poll_is_raised_after_the_end_of_all_ranks(
         run(tmp_path, fake_ranks(tmp_path, behaviour), on_poll=cancel)
     assert pids
     assert not any(alive(pid) for pid in pids)
-    assert time.monotonic() - raised_at < LIMIT
+    assert time.monotonic() - raised_at < HANG
 
 
 def test_interrupted_wait_of_subprocess_does_not_hang_the_end(
@@ -137,7 +138,7 @@ def test_interrupted_wait_of_subprocess_does_not_hang_the_end(
     begun = time.monotonic()
     with pytest.raises(Cancelled):
         run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=interrupt)
-    assert time.monotonic() - begun < LIMIT
+    assert time.monotonic() - begun < HANG
     assert not alive(started[0].pid)
 
 
@@ -181,7 +182,7 @@ def test_swallowed_signal_ends_the_job(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, cancel)
     try:
         with pytest.raises(Cancelled):
-            run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=swallow, timeout=10)
+            run(tmp_path, fake_ranks(tmp_path, "polite"), on_poll=swallow, timeout=HANG)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert signal.set_wakeup_fd(-1) == -1
@@ -223,7 +224,7 @@ def test_sigusr1_is_passed_on_once_and_not_before_the_guard_has_a_handler(
 def test_a_guard_that_something_else_reaps_is_no_success() -> None:
     guard = subprocess.Popen(["true"])
     os.waitpid(guard.pid, 0)
-    assert _poll(guard, LIMIT) == 255
+    assert _poll(guard, HANG) == 255
 
 
 def test_wakeup_descriptor_of_the_caller_is_kept(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_wakeup_descriptor_of_the_caller_is_kept(tmp_path: Path) -> None:
 def test_timeout_is_reported_with_minutes_and_setting(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes = 0\.02 minutes"):
-        run(tmp_path, [sys.executable, "-c", "import time; time.sleep(30)"], timeout=1.2)
+        run(tmp_path, [sys.executable, "-c", "import time; time.sleep(600)"], timeout=1.2)
     assert set(descendants(os.getpid())) <= before
 
 
@@ -597,21 +598,30 @@ exit(1)
 
 def test_sigusr1_to_the_flow_process_reaches_the_ranks(tmp_path: Path) -> None:
     driver = start_driver(tmp_path, "notified")
-    wait_until((tmp_path / "rank_0.catches").exists, 15, "handler of rank 0 installed")
+    wait_until((tmp_path / "rank_0.catches").exists, HANG, "handler of rank 0 installed")
     driver.send_signal(signal.SIGUSR1)
-    _, errors = driver.communicate(timeout=15)
+    _, errors = driver.communicate(timeout=HANG)
     assert (driver.returncode, errors) == (0, b"")
+
+
+def until_polled(tmp_path: Path) -> tuple[list[str], Callable[[], None]]:
+    """Return a command, and the callback of the poll that ends it."""
+    polled = tmp_path / "polled"
+    script = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]):\n    time.sleep(0.01)"
+    return [sys.executable, "-c", script, str(polled)], polled.touch
 
 
 def test_handler_of_the_caller_is_restored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     inside: list[Any] = []
+    command, end = until_polled(tmp_path)
+
+    def record_handler() -> None:
+        inside.append(signal.getsignal(signal.SIGUSR1))
+        end()
+
     try:
-        run(
-            tmp_path,
-            [sys.executable, "-c", "import time; time.sleep(0.3)"],
-            on_poll=lambda: inside.append(signal.getsignal(signal.SIGUSR1)),
-        )
+        run(tmp_path, command, on_poll=record_handler)
         assert callable(inside[0])
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
@@ -620,9 +630,13 @@ def test_handler_of_the_caller_is_restored(tmp_path: Path) -> None:
 
 def test_supervise_in_another_thread_changes_no_handler(tmp_path: Path) -> None:
     before, inside = signal.getsignal(signal.SIGUSR1), []
-    command = [sys.executable, "-c", "import time; time.sleep(0.3)"]
+    command, end = until_polled(tmp_path)
+
+    def record_handler() -> None:
+        inside.append(signal.getsignal(signal.SIGUSR1))
+        end()
+
     with ThreadPoolExecutor(1) as pool:
-        record_handler = lambda: inside.append(signal.getsignal(signal.SIGUSR1))  # noqa: E731
         pool.submit(run, tmp_path, command, on_poll=record_handler).result()
     assert set(inside) == {before}
 
@@ -679,8 +693,8 @@ def test_death_of_the_flow_process_ends_all_ranks(
     driver = start_driver(tmp_path, behaviour)
     pids = rank_pids(tmp_path)
     driver.send_signal(number)
-    none_alive(pids, LIMIT)
-    driver.communicate(timeout=10)
+    none_alive(pids, HANG)
+    driver.communicate(timeout=HANG)
 
 
 @pytest.mark.parametrize("behaviour", ["stubborn", "orphaned-waiting"])
@@ -688,10 +702,16 @@ def test_lock_of_a_killed_flow_is_held_until_all_ranks_have_ended(
     tmp_path: Path, behaviour: str
 ) -> None:
     driver = start_driver(tmp_path, behaviour)
-    pids, shown = rank_pids(tmp_path), []
+    pids, guard, shown = rank_pids(tmp_path), guard_of(driver), list[str]()
+    os.kill(guard, signal.SIGSTOP)  # until the lock is waited for
     driver.kill()
     driver.wait()
-    with lock(tmp_path / "run", on_wait=shown.append):
+
+    def show(text: str) -> None:
+        shown.append(text)
+        os.kill(guard, signal.SIGCONT)
+
+    with lock(tmp_path / "run", on_wait=show):
         assert not any(alive(pid) for pid in pids)
     assert len(shown) == 1
     assert re.fullmatch(
@@ -699,7 +719,7 @@ def test_lock_of_a_killed_flow_is_held_until_all_ranks_have_ended(
         rf"\(process {driver.pid} on .*, since .*\) started before it was killed uses",
         shown[0],
     )
-    driver.communicate(timeout=10)
+    driver.communicate(timeout=HANG)
 
 
 def test_ranks_do_not_inherit_the_lock(tmp_path: Path) -> None:
@@ -729,8 +749,8 @@ def test_sigkill_of_the_guard_is_a_lost_rank_and_ends_all_marked_processes(tmp_p
     driver = start_driver(tmp_path, "stubborn")
     pids = rank_pids(tmp_path)
     os.kill(guard_of(driver), signal.SIGKILL)
-    none_alive(pids, LIMIT)
-    _, errors = driver.communicate(timeout=10)
+    none_alive(pids, HANG)
+    _, errors = driver.communicate(timeout=HANG)
     assert b"RankLostError" in errors
 
 
@@ -742,8 +762,8 @@ def test_sigkill_of_guard_and_flow_together_ends_ranks_that_die_with_their_paren
     guard = guard_of(driver)
     os.kill(driver.pid, signal.SIGKILL)
     os.kill(guard, signal.SIGKILL)
-    none_alive(pids, LIMIT)
-    driver.communicate(timeout=10)
+    none_alive(pids, HANG)
+    driver.communicate(timeout=HANG)
 
 
 def test_killed_rank_is_no_success_if_sigchld_is_ignored(tmp_path: Path) -> None:

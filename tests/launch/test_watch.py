@@ -42,6 +42,7 @@ from megacore.launch.watch import (
     write_launcher_state,
 )
 from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
+from tests._limits import HANG
 from tests.launch._processes import environment, fake_ranks, wait_until
 
 
@@ -75,12 +76,12 @@ def run_to_failure(
             command,
             log=log,
             exit_directory=tmp_path / "exit",
-            stop_grace=25.0,
+            stop_grace=2 * HANG,
             poll_interval=0.05,
             ranks=2,
             **options,
         )
-    assert time.monotonic() - started < 25.0, "stuck ranks get no grace"
+    assert time.monotonic() - started < HANG, "stuck ranks get no grace"
     assert set(descendants(os.getpid())) <= before
     return caught.value, (tmp_path / "logs" / "attempt-003-ranks.txt").read_text(), log.read_text()
 
@@ -422,7 +423,7 @@ def test_table_lists_a_rank_that_never_started(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, (
         "without a handler, a request for stacks would end this process"
     )
-    wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], 5, "looked")
+    wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], HANG, "looked")
 
 
 def test_launcher_state_round_trips_until_it_is_forgotten(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megacore.launch.workers import WorkerPool
+from tests._limits import HANG
 
 ERRORS = (OSError("handle is closed"), ValueError("bad value(s) in fds_to_keep"))
 """Errors of the start of a process while the pool closes its queue."""
@@ -49,7 +50,7 @@ def test_end_of_the_newest_process_breaks_the_pool_while_others_work() -> None:
         time.sleep(0.2)  # until the pool waits for the first process
         newest = pool.submit(os._exit, 1)
         with pytest.raises(BrokenProcessPool):
-            newest.result(60)
+            newest.result(HANG)
     finally:
         pool.kill()
 
@@ -76,6 +77,6 @@ def test_an_interrupt_does_not_reach_a_process_that_imports(
     monkeypatch.setattr(SpawnProcess, "start", record)
     before = blocked()
     with WorkerPool(1) as pool:
-        assert pool.submit(ignores_interrupts).result(60)
+        assert pool.submit(ignores_interrupts).result(HANG)
     assert masks == [before | {signal.SIGINT}]
     assert blocked() == before

@@ -9,9 +9,8 @@ from megacore.config.launch import LaunchConfig
 from megacore.jobs.run import RankJob
 from megacore.launch.supervise import supervise
 from megacore.launch.watch import read_launcher_state
+from tests._limits import HANG
 from tests.launch._processes import wait_until
-
-LIMIT = 60.0
 
 
 class StoppedByTestError(Exception):
@@ -50,7 +49,7 @@ class Attempt:
                 poll_interval=0.05,
                 stop_grace=launch.stop_grace,
                 stop_margin=batch.stop_margin,
-                timeout=LIMIT,
+                timeout=HANG,
             )
 
         return cls(start, directory / "log", directory / "exit")
@@ -87,7 +86,7 @@ class Attempt:
     def wait_for(self, text: str) -> None:
         """Wait until the log contains a text; fail if the attempt ends first."""
         wait_until(
-            lambda: text in self.log_text or self.ended, LIMIT, f"{text!r} in {self.log_text}"
+            lambda: text in self.log_text or self.ended, HANG, f"{text!r} in {self.log_text}"
         )
         assert text in self.log_text, f"{self.log_text}: {self.error}"
 
@@ -97,12 +96,12 @@ class Attempt:
 
     def join(self) -> BaseException | None:
         """Wait for the end of the attempt and return the error that it raised."""
-        self._thread.join(LIMIT)
+        self._thread.join(HANG)
         assert self.ended, self.log_text
         return self.error
 
     def rank_pid(self, rank: int = 0) -> int:
         """Wait for a fake rank to start and return its process id."""
         path = self.directory / f"pid_{rank}"
-        wait_until(lambda: path.exists() or self.ended, LIMIT, "the rank started")
+        wait_until(lambda: path.exists() or self.ended, HANG, "the rank started")
         return int(path.read_text())

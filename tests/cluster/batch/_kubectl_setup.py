@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
+
 STAND_IN = Path(__file__).with_name("_kubectl.py")
 
 
@@ -28,10 +30,10 @@ def serving(cluster: Path) -> Iterator[None]:
         yield
     finally:
         (cluster / "stop").touch()
-        server.wait(timeout=30)
+        server.wait(timeout=HANG)
         run(cluster, "delete", "jobsets", "any")
 
 
 def run(cluster: Path, *words: str) -> None:
     """Run one kubectl command."""
-    subprocess.run([sys.executable, str(STAND_IN), str(cluster), *words], check=True, timeout=60)
+    subprocess.run([sys.executable, str(STAND_IN), str(cluster), *words], check=True, timeout=HANG)

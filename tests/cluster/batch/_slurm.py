@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
+
 PROGRAMS = (
     "munged",
     "slurmctld",
@@ -80,7 +82,7 @@ class Slurm:
         """Run one of Slurm's commands and return its output."""
         environment = {**os.environ, "SLURM_CONF": self.conf}
         result = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=60, check=False
+            words, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout
@@ -95,7 +97,7 @@ class Slurm:
         for job in self.jobs():
             self.run("scancel", job)
         started = time.monotonic()
-        while self.jobs() and time.monotonic() - started < 20:
+        while self.jobs() and time.monotonic() - started < HANG:
             time.sleep(0.2)
 
 
@@ -180,7 +182,7 @@ def _idle(slurm: Slurm) -> int:
         env={**os.environ, "SLURM_CONF": slurm.conf},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG,
         check=False,
     )
     return result.stdout.split().count("idle")

@@ -11,8 +11,9 @@ import pytest
 
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, LossError
+from tests._limits import HANG
 from tests.cluster.batch import _kubectl_setup
-from tests.cluster.batch._attempt import LIMIT, Attempt, StoppedByTestError
+from tests.cluster.batch._attempt import Attempt, StoppedByTestError
 from tests.launch._processes import REPOSITORY, alive, none_alive, wait_until
 
 
@@ -36,7 +37,7 @@ def launch(**values: Any) -> LaunchConfig:
         "threads_per_rank": 1,
         "allow_cpu": True,
     }
-    settings |= {"rdzv_endpoint": "127.0.0.1", "interface": "lo", "stop_grace": 10.0}
+    settings |= {"rdzv_endpoint": "127.0.0.1", "interface": "lo", "stop_grace": 120.0}
     return LaunchConfig.model_validate({**settings, "kubernetes": kubernetes, **values})
 
 
@@ -79,7 +80,7 @@ def test_cancellation_stops_the_ranks_and_deletes_the_jobset(
     attempt.wait_for("Running on worker")
     attempt.stop()
     assert isinstance(attempt.join(), StoppedByTestError)
-    none_alive([pid], 1)
+    none_alive([pid], HANG)
     assert not (cluster / "jobset.json").exists()
     reason = json.loads((tmp_path / "runs" / "run" / "exit" / "rank_0.json").read_text())
     assert reason["message"] == "stopped by SIGTERM"
@@ -108,7 +109,7 @@ def test_deleted_jobset_has_not_ended_while_a_pod_saves(
     attempt.wait_for("deleted; 1 of its pods have not ended yet")
     assert not attempt.ended
     (tmp_path / "runs" / "run" / "saved").touch()
-    deletion.join(LIMIT)
+    deletion.join(HANG)
     error = attempt.join()
     assert "was deleted, not by this run" in str(error), (error, attempt.log_text)
 
@@ -122,7 +123,7 @@ def test_jobset_of_an_earlier_attempt_is_deleted_first(
     submission_file = tmp_path / "runs" / "run" / "batch" / "submission.json"
     wait_until(
         lambda: json.loads(submission_file.read_text())["job"] is not None,
-        LIMIT,
+        HANG,
         "the name was noted",
     )
     submission = submission_file.read_text()

@@ -8,6 +8,8 @@ import pytest
 from megacore.cluster.batch import meeting
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
 from megacore.errors import ConfigError, HostLostError, LaunchError
+from tests._limits import HANG
+from tests.launch._processes import wait_until
 
 NAMES = ["one", "two", "three"]
 MEETINGS = [Meeting(f"10.0.0.{rank}", 4000 + rank, "") for rank in range(3)]
@@ -17,7 +19,7 @@ def meet_all(tmp_path: Path) -> list[Meeting]:
     """Return the meeting that each of three nodes learns."""
     with ThreadPoolExecutor(3) as pool:
         jobs = [
-            pool.submit(meet, tmp_path / "nodes", rank, NAMES, MEETINGS[rank], limit=20)
+            pool.submit(meet, tmp_path / "nodes", rank, NAMES, MEETINGS[rank], limit=HANG)
             for rank in range(3)
         ]
         return [job.result() for job in jobs]
@@ -43,14 +45,19 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_node_names_the_node_that_is_absent(rank: int, tmp_path: Path) -> None:
     """The reason of the node that gives up first is the flow's error."""
-    with ThreadPoolExecutor(2) as pool:
-        limits = {rank: 1.5, 1 - rank: 3.0}
-        jobs = [
-            pool.submit(meet, tmp_path / "nodes", each, NAMES, MEETINGS[each], limit=limits[each])
-            for each in range(2)
-        ]
-        with pytest.raises(HostLostError, match=r"^three did not begin within 1\.5 s"):
-            jobs[rank].result()
+    folder, other, done = tmp_path / "nodes", 1 - rank, threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            meet, folder, other, NAMES, MEETINGS[other], called_off=done.is_set, limit=HANG
+        )
+        try:
+            wait_until(meeting._greeting_path(folder, other).exists, HANG, "the other node")
+            with pytest.raises(HostLostError, match=r"^three did not begin within 1\.5 s"):
+                meet(folder, rank, NAMES, MEETINGS[rank], limit=1.5)
+        finally:
+            done.set()
+        with pytest.raises(CalledOffError):
+            waiting.result()
 
 
 def test_different_versions_are_refused_and_named(
@@ -65,7 +72,9 @@ def test_different_versions_are_refused_and_named(
     def start(rank: int, torch: str) -> None:
         local.torch = torch
         try:
-            meet(tmp_path, rank, NAMES[:2], MEETINGS[rank], called_off=called_off.is_set, limit=20)
+            meet(
+                tmp_path, rank, NAMES[:2], MEETINGS[rank], called_off=called_off.is_set, limit=HANG
+            )
         finally:
             called_off.set()
 

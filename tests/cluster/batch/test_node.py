@@ -20,14 +20,13 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
 from megacore.jobs.run import RankJob
 from megacore.launch.exit_reason import read_launcher_reason, read_reasons
+from tests._limits import HANG
 from tests.launch._processes import environment, none_alive, wait_until
 from tests.train import _runs
 
-LIMIT = 30.0
-
 
 def spec(directory: Path, **launch: Any) -> BatchSpec:
-    settings = {"kind": "kubernetes", "nproc_per_node": 1, "stop_grace": 5.0, **launch}
+    settings = {"kind": "kubernetes", "nproc_per_node": 1, "stop_grace": 120.0, **launch}
     paths = {"job_file": str(directory / "run.json"), "exit_directory": str(directory / "exit")}
     values: dict[str, Any] = {"directory": "/", "python": "python", "workspace": str(directory)}
     values |= {"module": "tests.cluster.batch._rank", "environment": {}, "follower_limit": 300.0}
@@ -59,12 +58,12 @@ def node(batch_spec: BatchSpec, behaviour: str) -> Iterator["subprocess.Popen[st
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=LIMIT)
+        process.communicate(timeout=HANG)
 
 
 def rank_of(batch_spec: BatchSpec) -> int:
     path = Path(batch_spec.job_file).parent / "pid_0"
-    wait_until(path.exists, LIMIT, "the rank started")
+    wait_until(path.exists, HANG, "the rank started")
     return int(path.read_text())
 
 
@@ -74,7 +73,7 @@ def test_job_of_the_ranks_is_adapted_to_the_allocated_hosts(tmp_path: Path) -> N
     stale.parent.mkdir()
     stale.write_text("of an earlier start of the same job")
     with node(batch_spec, "end") as process:
-        output = process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=HANG)[0]
     assert process.returncode == 0, output
     assert "rank 0 of 1, 2 threads" in output
     assert not stale.exists()
@@ -83,7 +82,7 @@ def test_job_of_the_ranks_is_adapted_to_the_allocated_hosts(tmp_path: Path) -> N
 
 def test_node_exits_with_the_code_of_its_rank(tmp_path: Path) -> None:
     with node(spec(tmp_path), "fail") as process:
-        output = process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=HANG)[0]
     assert process.returncode == 7, output
 
 
@@ -95,9 +94,9 @@ def test_node_forwards_signals_to_its_rank(
     with node(batch_spec, "wait") as process:
         pid = rank_of(batch_spec)
         process.send_signal(number)
-        output = process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=HANG)[0]
     assert process.returncode == code, output
-    none_alive([pid], 1)
+    none_alive([pid], HANG)
     assert [reason.message for reason in read_reasons(tmp_path / "exit")] == [
         f"stopped by {number.name}"
     ]
@@ -108,7 +107,7 @@ def test_sigkill_of_the_node_process_ends_its_ranks(tmp_path: Path) -> None:
     with node(batch_spec, "wait") as process:
         pid = rank_of(batch_spec)
         process.kill()
-        none_alive([pid], 10)
+        none_alive([pid], HANG)
 
 
 def test_end_announced_by_the_follower_stops_the_ranks(tmp_path: Path) -> None:
@@ -120,8 +119,8 @@ def test_end_announced_by_the_follower_stops_the_ranks(tmp_path: Path) -> None:
         pid = rank_of(batch_spec)
         beat.over = True
         beat.beat()
-        output = process.communicate(timeout=LIMIT)[0]
-    none_alive([pid], 1)
+        output = process.communicate(timeout=HANG)[0]
+    none_alive([pid], HANG)
     assert process.returncode == 143
     assert "the job has ended for its follower" in output
     assert read_launcher_reason(tmp_path / "exit") is None
@@ -130,7 +129,7 @@ def test_end_announced_by_the_follower_stops_the_ranks(tmp_path: Path) -> None:
 def test_node_ends_with_a_retryable_reason_if_no_follower_beats(tmp_path: Path) -> None:
     batch_spec = spec(tmp_path).model_copy(update={"follower_limit": 1.0})
     with node(batch_spec, "wait") as process:
-        output = process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=HANG)[0]
     assert process.returncode == 8, output
     reason = read_launcher_reason(tmp_path / "exit")
     assert "nobody followed the batch job for 1 s" in str(reason)

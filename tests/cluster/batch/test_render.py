@@ -6,6 +6,7 @@ import pytest
 from megacore.cluster.batch import scheduler as rendering
 from megacore.cluster.batch.scheduler import TEMPLATES, render
 from megacore.errors import ConfigError, LaunchError
+from tests._limits import HANG
 
 INJECTIONS = (
     "$(touch pwned)",
@@ -32,7 +33,7 @@ def test_value_cannot_inject_shell_or_template_code(injection: str, tmp_path: Pa
         several=[injection, "b c"],
     )
     result = subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=HANG, check=True
     )
     assert result.stdout.splitlines() == [injection, injection, "b c"]
     assert not list(tmp_path.glob("pwned"))

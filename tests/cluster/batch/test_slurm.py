@@ -24,6 +24,7 @@ from megacore.errors import (
     RankLostError,
 )
 from megacore.jobs.run import RankJob
+from tests._limits import HANG
 from tests.train import _runs
 
 JOB = (
@@ -372,7 +373,7 @@ def test_batch_script_requests_the_configured_resources(tmp_path: Path) -> None:
         "--chdir=/",
     ]
     assert (
-        subprocess.run(["bash", "-n"], input=text, text=True, timeout=20, check=False).returncode
+        subprocess.run(["bash", "-n"], input=text, text=True, timeout=HANG, check=False).returncode
         == 0
     )
 

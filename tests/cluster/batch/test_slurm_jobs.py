@@ -14,7 +14,8 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, LossError, PreemptedError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.ranks import stages
-from tests.cluster.batch._attempt import LIMIT, Attempt, StoppedByTestError
+from tests._limits import HANG
+from tests.cluster.batch._attempt import Attempt, StoppedByTestError
 from tests.cluster.batch._slurm import Slurm
 from tests.launch._processes import alive, none_alive, wait_until
 from tests.train import _runs
@@ -69,7 +70,7 @@ def test_losses_of_two_nodes_equal_one_process_after_a_preemption(
     """The preempted job is queued again and resumes from its last checkpoint."""
     attempt = training(tmp_path / "two", data, launch(nnodes=2), 2)
     checkpoints = tmp_path / "two" / "checkpoints"
-    wait_until(lambda: any(checkpoints.glob("iter_*")) or attempt.ended, LIMIT, "a checkpoint")
+    wait_until(lambda: any(checkpoints.glob("iter_*")) or attempt.ended, HANG, "a checkpoint")
     job = next(iter(slurm.jobs()))
     command = (
         "sbatch",
@@ -82,7 +83,7 @@ def test_losses_of_two_nodes_equal_one_process_after_a_preemption(
     urgent = slurm.run(*command, "--wrap=sleep 600").strip()
     attempt.wait_for("PENDING")
     slurm.run("scancel", urgent)
-    wait_until(lambda: slurm.jobs().get(job) == "PENDING", LIMIT, "queued again")
+    wait_until(lambda: slurm.jobs().get(job) == "PENDING", HANG, "queued again")
     # Slurm delays the start of a preempted job by two minutes.
     slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     assert attempt.join() is None, attempt.log_text
@@ -125,7 +126,7 @@ def test_cancellation_stops_the_ranks_and_ends_the_job(
     pid = attempt.rank_pid()
     attempt.stop()
     assert isinstance(attempt.join(), StoppedByTestError)
-    none_alive([pid], 1)
+    none_alive([pid], HANG)
     assert slurm.jobs() == {}
     assert (
         json.loads((tmp_path / "run" / "exit" / "rank_0.json").read_text())["message"]
@@ -192,7 +193,7 @@ def test_preemption_without_requeue_is_retryable(
     error = attempt.join()
     assert isinstance(error, RankLostError), (error, attempt.log_text)
     assert re.search(r"Slurm preempted job \d+ on node-\d without queueing it again", str(error))
-    none_alive([pid], 1)
+    none_alive([pid], HANG)
 
 
 def test_next_attempt_ends_the_job_of_a_killed_follower(
@@ -213,7 +214,7 @@ def test_next_attempt_ends_the_job_of_a_killed_follower(
     assert list(slurm.jobs()) != [job]
     attempt.stop()
     attempt.join()
-    none_alive([second_rank], 1)
+    none_alive([second_rank], HANG)
 
 
 def test_job_without_a_follower_ends(
@@ -224,8 +225,8 @@ def test_job_without_a_follower_ends(
     pid = attempt.rank_pid()
     os.kill(follower_pid(attempt), signal.SIGKILL)
     attempt.join()
-    none_alive([pid], 15)
-    wait_until(lambda: slurm.jobs() == {}, 15, "the job ended")
+    none_alive([pid], HANG)
+    wait_until(lambda: slurm.jobs() == {}, HANG, "the job ended")
 
 
 def test_elastic_job_runs_on_the_free_nodes(

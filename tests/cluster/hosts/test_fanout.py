@@ -26,6 +26,7 @@ from megacore.errors import (
 from megacore.hardware import shared_versions
 from megacore.launch.exit_reason import read_launcher_reason
 from megacore.launch.supervise import supervise
+from tests._limits import HANG
 from tests.cluster._hosts import Hosts
 from tests.launch._processes import REPOSITORY, alive, none_alive, rank_pids, wait_until
 
@@ -45,7 +46,7 @@ def plan(machines: Hosts, directory: Path, behaviour: str, **changes: Any) -> Pl
         "env_file": None,
         "interface": "auto",
         "rdzv_endpoint": None,
-        "host_timeout": 5.0,
+        "host_timeout": HANG,
         "stop_grace": 2.0,
         "stall_limit": None,
         "exit_directory": str(directory / "exit"),
@@ -96,14 +97,12 @@ class OnceRunning:
     def __init__(self, directory: Path, action: Callable[[list[int]], None]) -> None:
         self.directory, self.action = directory, action
         self.pids: list[int] = []
-        self.at = 0.0
 
     def __call__(self) -> None:
         if not self.pids and all(
             (self.directory / f"rank_{rank}.pid").exists() for rank in range(2)
         ):
             self.pids = rank_pids(self.directory)
-            self.at = time.monotonic()
             self.action(self.pids)
 
 
@@ -197,7 +196,6 @@ def test_killed_agent_is_reported_as_a_lost_host(hosts: Hosts, tmp_path: Path) -
     ):
         run(hosts, tmp_path, "stubborn", once)
     assert not any(map(alive, once.pids))
-    assert time.monotonic() - once.at < 10
 
 
 @pytest.mark.slow
@@ -206,11 +204,10 @@ def test_frozen_agent_is_reported_as_a_lost_host_and_its_ranks_end(
 ) -> None:
     once = OnceRunning(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGSTOP))
     with pytest.raises(
-        HostLostError, match=r"lost host two: nothing was heard from it for .*host_timeout = 1\.5 s"
+        HostLostError, match=r"lost host two: nothing was heard from it for .*host_timeout = 6 s"
     ):
-        run(hosts, tmp_path, "waits", once, host_timeout=1.5)
+        run(hosts, tmp_path, "waits", once, host_timeout=6.0)
     assert not any(map(alive, once.pids))
-    assert time.monotonic() - once.at < 10
 
 
 @pytest.mark.slow
@@ -219,7 +216,7 @@ def test_silent_host_is_the_reason_despite_ranks_that_fail_after_it(
 ) -> None:
     def freeze_one_and_fail_the_other(pids: list[int]) -> None:
         os.kill(agent_of(pids[0]), signal.SIGSTOP)
-        time.sleep(2.0)
+        time.sleep(3.0)
         os.kill(pids[1], signal.SIGKILL)
 
     once = OnceRunning(tmp_path, freeze_one_and_fail_the_other)
@@ -259,11 +256,11 @@ def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
     ("script", "message"),
     [
         (
-            r"""printf '\036{"kind": "hello"}\n'; exec sleep 60""",
+            r"""printf '\036{"kind": "hello"}\n'; exec sleep 600""",
             r"does not understand \(KeyError: 'versions' in its 'hello'",
         ),
         (
-            r"""printf '\036{"kind": "end", "code": 0}\n'; exec sleep 60""",
+            r"""printf '\036{"kind": "end", "code": 0}\n'; exec sleep 600""",
             r"does not understand \(ValueError: .* 'end'",
         ),
         ("exit 0", "its agent ended, as it does when it hears nothing from this machine"),
@@ -284,15 +281,15 @@ def test_host_with_an_invalid_agent_is_named(
 def test_end_of_processes_on_a_lost_host_has_a_time_limit(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 600")
     host_set = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1}), {})
     (connection,) = host_set.connect()
     started = time.monotonic()
     host_set.kill_remaining(connection, 0.5)
     host_set.wait_for_kills()
-    assert 0.4 < time.monotonic() - started < 5
+    assert 0.4 < time.monotonic() - started < HANG
     connection.close()
-    connection.process.wait(timeout=10)
+    connection.process.wait(timeout=HANG)
     connection.channel.send("beat")
     assert connection.channel.waiting == 0, "other files may use its descriptors by now"
 
@@ -300,7 +297,7 @@ def test_end_of_processes_on_a_lost_host_has_a_time_limit(
 def test_host_may_write_only_the_files_of_its_ranks(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 600")
     first, second = HostSet(
         plan(hosts, tmp_path, "quick", hosts={"strange": 1, "other": 2}), {}
     ).connect()
@@ -317,7 +314,7 @@ def test_host_may_write_only_the_files_of_its_ranks(
     finally:
         for connection in (first, second):
             connection.close()
-            connection.process.wait(timeout=10)
+            connection.process.wait(timeout=HANG)
 
 
 def test_sigkill_of_the_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
@@ -331,7 +328,7 @@ def test_sigkill_of_the_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> Non
     once = OnceRunning(tmp_path, kill_the_head)
     with pytest.raises(RankLostError, match="SIGKILL"):
         run(hosts, tmp_path, "stubborn", once)
-    assert none_alive(once.pids, 10) < 10
+    none_alive(once.pids, HANG)
 
 
 @pytest.mark.slow
@@ -344,12 +341,12 @@ def test_frozen_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
             if b"hosts.json" in line and str(tmp_path).encode() in line and b"guard" not in line:
                 stopped.append(int(path.parent.name))
                 os.kill(stopped[-1], signal.SIGSTOP)
-        none_alive(pids, 12)
+        none_alive(pids, HANG)
         os.kill(stopped[0], signal.SIGCONT)
 
     once = OnceRunning(tmp_path, freeze_the_head)
     with pytest.raises(HostLostError):
-        run(hosts, tmp_path, "waits", once, host_timeout=1.5)
+        run(hosts, tmp_path, "waits", once, host_timeout=6.0)
     assert stopped
 
 
@@ -386,10 +383,9 @@ def test_cancelled_job_lets_the_ranks_save(hosts: Hosts, tmp_path: Path) -> None
 
     once = OnceRunning(tmp_path, cancel)
     with pytest.raises(KeyboardInterrupt):
-        run(hosts, tmp_path, "saves", once, stop_grace=4.0)
+        run(hosts, tmp_path, "saves", once, stop_grace=2 * HANG)
     assert [(tmp_path / f"rank_{rank}.saved").exists() for rank in range(2)] == [True, True]
     assert not any(map(alive, once.pids))
-    assert time.monotonic() - once.at < 9
 
 
 def test_sigusr1_to_the_flow_reaches_the_ranks_of_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -430,7 +426,7 @@ def test_lost_host_of_one_job_does_not_end_another_job(hosts: Hosts, tmp_path: P
     assert all(map(alive, pids))
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: not thread.is_alive(), 20, "the first job ended")
+    wait_until(lambda: not thread.is_alive(), HANG, "the first job ended")
 
 
 def test_host_with_a_different_torch_is_refused_and_named(hosts: Hosts, tmp_path: Path) -> None:
@@ -463,4 +459,4 @@ def test_host_with_a_different_torch_is_refused_and_named(hosts: Hosts, tmp_path
     finally:
         for connection in connections:
             connection.close()
-            connection.process.wait(timeout=10)
+            connection.process.wait(timeout=HANG)

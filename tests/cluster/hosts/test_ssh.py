@@ -1,39 +1,44 @@
 """Commands on other hosts: input, time limit and interruption."""
 
-import signal
 import time
-from types import FrameType
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megacore.cluster.hosts import ssh
 from megacore.cluster.hosts.ssh import Ssh, run_on_hosts
+from tests._limits import HANG
 
 
 def test_each_host_gets_its_command_and_its_stdin() -> None:
     commands = {"localhost": ["cat"], "127.0.0.1": ["sh", "-c", "echo no >&2; exit 3"]}
     first, second = run_on_hosts(
-        Ssh(), [*commands], commands, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=10
+        Ssh(), [*commands], commands, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=HANG
     )
     assert (first.output, first.problem) == (b"in", None)
     assert second.problem == "the command ended with code 3: no"
 
 
 def test_host_that_exceeds_the_time_limit_has_a_problem() -> None:
-    (result,) = run_on_hosts(Ssh(), ["localhost"], ["sleep", "60"], timeout=0.2)
+    (result,) = run_on_hosts(Ssh(), ["localhost"], ["sleep", "600"], timeout=0.2)
     assert result.problem == "it did not answer in time"
 
 
-def test_interruption_ends_the_commands() -> None:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+def test_interruption_ends_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("localhost", "127.0.0.1")
+    commands = {
+        host: ["sh", "-c", 'touch "$0"; exec sleep 600', str(tmp_path / host)] for host in hosts
+    }
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    def interrupted(futures: Any, *, timeout: float) -> Any:
+        if all((tmp_path / host).exists() for host in hosts):
+            raise KeyboardInterrupt
+        return wait(futures, timeout=0.01)
+
+    monkeypatch.setattr(ssh, "wait", interrupted)
     started = time.monotonic()
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
-            run_on_hosts(Ssh(), ["localhost", "127.0.0.1"], ["sleep", "60"], timeout=60)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < 10
+    with pytest.raises(KeyboardInterrupt):
+        run_on_hosts(Ssh(), hosts, commands, timeout=600)
+    assert time.monotonic() - started < HANG
