@@ -25,6 +25,7 @@ from megacore.artifact import (
 from megacore.artifact.build import is_locked, try_lock
 from megacore.artifact.files import write_json
 from megacore.errors import ArtifactError, FileAccessError, MemoryExhaustedError, WorkspaceError
+from tests._limits import HANG
 
 KEY = StageKey.of("collect", 1, {"source": "here"})
 
@@ -157,16 +158,16 @@ def test_only_one_of_two_processes_builds(tmp_path: Path) -> None:
     processes = [context.Process(target=slow_build, args=(tmp_path, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert sorted(results.get(timeout=60) for _ in processes) == [False, True]
+    assert sorted(results.get(timeout=HANG) for _ in processes) == [False, True]
     for process in processes:
-        process.join(timeout=10)
+        process.join(timeout=HANG)
 
 
 def hang_in_build(folder: Path, started: str) -> None:
     def fill_and_hang(directory: Path) -> dict[str, int]:
         (directory / "half").write_text("x")
         Path(started).touch()
-        time.sleep(60)
+        time.sleep(2 * HANG)
         return {}
 
     build_artifact(folder, KEY, fill_and_hang)
@@ -178,12 +179,12 @@ def test_a_killed_build_releases_its_lock_and_its_temporary_is_removed(tmp_path:
         target=hang_in_build, args=(folder, str(started))
     )
     process.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG
     while not started.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
-    process.join(timeout=10)
+    process.join(timeout=HANG)
     assert not (folder / KEY.key).exists()
     _, ran = build_artifact(folder, KEY, fill)
     assert ran
@@ -243,7 +244,7 @@ def test_artifact_is_unchanged_by_a_json_round_trip() -> None:
 def hold(target: Path, started: "multiprocessing.Queue[bool]", *, shared: bool = False) -> None:
     with lock(target, shared=shared, holder="flow run 'first'"):
         started.put(True)
-        time.sleep(60)
+        time.sleep(2 * HANG)
 
 
 Holder = Callable[..., multiprocessing.Process]
@@ -262,7 +263,7 @@ def start_holder(tmp_path: Path) -> Iterator[Holder]:
         )
         process.start()
         processes.append(process)
-        assert started.get(timeout=30)
+        assert started.get(timeout=HANG)
         return process
 
     yield start
@@ -272,7 +273,7 @@ def start_holder(tmp_path: Path) -> Iterator[Holder]:
 
 def kill(process: Any) -> None:
     process.kill()
-    process.join(timeout=10)
+    process.join(timeout=HANG)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -297,7 +298,7 @@ def test_lock_is_held_until_an_heir_of_its_descriptor_has_ended(tmp_path: Path) 
     assert is_locked(tmp_path / "run")
     with try_lock(tmp_path / "run") as free:
         assert not free
-    heir.communicate(timeout=30)
+    heir.communicate(timeout=HANG)
     assert not is_locked(tmp_path / "run")
 
 

@@ -11,6 +11,7 @@ from megacore.artifact import StageKey, build_artifact, manifest
 from megacore.artifact.build import remove_tree, seal
 from megacore.artifact.manifest import FirstRead, file_digest, list_files, verified_record
 from megacore.errors import ArtifactError, FileAccessError, TransientFileError
+from tests._limits import HANG
 
 
 @pytest.fixture
@@ -107,11 +108,11 @@ def test_a_failed_training_does_not_wait_for_the_comparison(
     class Slow(FirstRead):
         def _go_on(self, count: int) -> None:
             reached.set()
-            self._abandoned.wait(60)
+            self._abandoned.wait(2 * HANG)
             super()._go_on(count)
 
     with Slow([artifact]) as reading:
-        assert reached.wait(30)
+        assert reached.wait(HANG)
         reading.check()
     assert reading.error is None
     assert not verified_record(artifact).exists()

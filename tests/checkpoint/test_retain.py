@@ -31,6 +31,7 @@ from megacore.checkpoint.retain import (
     rename_to_stale,
 )
 from megacore.errors import CheckpointError, WorkspaceError
+from tests._limits import HANG
 
 
 def write_checkpoints(root: Path, losses: dict[int, float | None]) -> None:
@@ -111,7 +112,7 @@ with reading(Path(sys.argv[1])):
             directory_name(200)
         ]
         assert iterations(tmp_path) == [100, 300]
-        reader.communicate("\n", timeout=30)
+        reader.communicate("\n", timeout=HANG)
         assert reader.returncode == 0
     assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(100)]
     assert iterations(tmp_path) == [300]
@@ -148,6 +149,12 @@ def test_a_reader_of_a_deleted_or_replaced_checkpoint_gets_an_error(tmp_path: Pa
         pass
 
 
+def descriptors(path: Path) -> list[str]:
+    """Return the descriptors of this process that are open for a file."""
+    links = {name: Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
+    return [name for name, link in links.items() if link.exists() and link.samefile(path)]
+
+
 def test_a_reader_that_waits_during_the_deletion_gets_an_error(tmp_path: Path) -> None:
     # The reader has opened the marker and gets the lock after the checkpoint is deleted.
     write_checkpoints(tmp_path, {100: None})
@@ -165,10 +172,11 @@ def test_a_reader_that_waits_during_the_deletion_gets_an_error(tmp_path: Path) -
         assert unread
         reader = threading.Thread(target=read)
         reader.start()
-        time.sleep(0.2)
+        while len(descriptors(directory / MARKER_NAME)) < 2:
+            time.sleep(0.01)
         assert results == []
         rename_to_stale(directory)
-    reader.join(10)
+    reader.join(HANG)
     assert len(results) == 1
     assert "was deleted or replaced" in results[0]
 

@@ -21,6 +21,7 @@ from megacore.checkpoint.save import CheckpointWriter, save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, FileAccessError, WorkspaceError
 from tests._dist import run_distributed
+from tests._limits import HANG
 from tests.checkpoint._read import read_tensors
 
 STATE = {"iteration": 7, "nested": {"loss_scale": 65536.0, "names": ["a", "b"], "none": None}}
@@ -216,7 +217,7 @@ except WorkspaceError as error:
     print(error)
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG
     )
     assert ": File too large: raise the limit on file sizes" in result.stdout, result.stderr
     assert list(tmp_path.iterdir()) == []

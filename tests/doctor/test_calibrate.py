@@ -17,6 +17,7 @@ from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.operations import Core, Rates
+from tests._limits import HANG
 
 QUICK = Plan(
     tokens=(32, 64),
@@ -136,7 +137,7 @@ def test_the_written_file_is_a_hardware_file(
     one = Hardware(cores=1, memory=8 << 30)
     monkeypatch.setattr(Hardware, "detect", lambda: one)
     path = tmp_path / "local.yaml"
-    written = calibrate(path, tmp_path, QUICK, limit=60)
+    written = calibrate(path, tmp_path, QUICK, limit=HANG)
     machine = load_machine(str(path))
     assert machine == written
     assert machine.sources[0].startswith("measured on ")
@@ -162,7 +163,7 @@ def test_a_measured_training_reads_ids_on_its_device(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_two_ranks_measure_their_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "detect", lambda: Hardware(cores=2, memory=8 << 30))
-    machine = calibrate(tmp_path / "local.yaml", tmp_path, QUICK, limit=60)
+    machine = calibrate(tmp_path / "local.yaml", tmp_path, QUICK, limit=HANG)
     generic = load_machine("cpu")
     assert "2 of 2 devices at once" in machine.sources[0]
     assert "one device" not in machine.sources[1]

@@ -34,6 +34,7 @@ from megacore.doctor.findings import Facts
 from megacore.doctor.network import ports
 from megacore.doctor.protocol import NOT_BEGUN
 from megacore.doctor.subject import RunData, Subject
+from tests._limits import HANG
 from tests.doctor._made import facts, gpu_host, probe
 from tests.hosts._rig import Rig, hosts, require_rig
 
@@ -53,7 +54,9 @@ def doctor(rig: Rig, workspace: Path, *options: str) -> "tuple[int, dict[str, An
     if "--hostfile" not in options:
         options = (*options, "--hostfile", str(rig.hostfile()), "--ssh-config", str(rig.ssh_config))
     command = [*MEGACORE, "doctor"]
-    result = rig.run("a", [*command, "--workspace", str(workspace), "--json", *options], timeout=80)
+    result = rig.run(
+        "a", [*command, "--workspace", str(workspace), "--json", *options], timeout=HANG
+    )
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)
 
@@ -434,7 +437,7 @@ def test_ports_are_tried_by_a_connection() -> None:
             [sys.executable, "-m", "megacore.doctor.peers", "ports"],
             input=json.dumps(request).encode(),
             capture_output=True,
-            timeout=30,
+            timeout=HANG,
             check=True,
         )
     value = json.loads(result.stdout)["value"]

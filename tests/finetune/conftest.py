@@ -48,7 +48,7 @@ def rank_results(
     for model in _two_ranks.DISTRIBUTED:
         if any(name.startswith(f"{model} ") for name in names):
             _two_ranks.write_real(tiny_root, model)
-    return run_distributed(2, _two_ranks.run_cases, tiny_root, rank_root, names, timeout=150)
+    return run_distributed(2, _two_ranks.run_cases, tiny_root, rank_root, names)
 
 
 @pytest.fixture

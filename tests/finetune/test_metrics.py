@@ -169,7 +169,7 @@ def test_two_ranks_score_like_one(tmp_path: Path) -> None:
     """The last batch of the two ranks is padded."""
     _rank_cases.write_cases(tmp_path)
     serial = _rank_cases.run(tmp_path)
-    first, second = run_distributed(2, _rank_cases.run, tmp_path, timeout=90)
+    first, second = run_distributed(2, _rank_cases.run, tmp_path)
     assert first == second
     assert first.keys() == serial.keys()
     for case, metrics in serial.items():

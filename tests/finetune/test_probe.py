@@ -84,14 +84,12 @@ def unlimited(directory: str, batch: int) -> int:
 @pytest.mark.slow
 def test_largest_micro_batch_within_a_limit_is_found(tmp_path: Path) -> None:
     job_of(tmp_path, 1)
-    (search,) = run_distributed(1, answers, str(tmp_path), timeout=60)
+    (search,) = run_distributed(1, answers, str(tmp_path))
     assert 16 <= search["batch"] < LIMIT
     assert search["smallest that is too large"] == search["batch"] + 1
     assert f"out of memory with a micro batch of {search['batch'] + 1} (" in search["reason"]
     assert "allocate" in search["reason"]
-    (beyond,) = run_distributed(
-        1, unlimited, str(tmp_path), search["smallest that is too large"], timeout=60
-    )
+    (beyond,) = run_distributed(1, unlimited, str(tmp_path), search["smallest that is too large"])
     assert beyond > ROOM
     assert search["limit restored"]
 

@@ -16,6 +16,8 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 
+from tests._limits import HANG
+
 
 def main() -> None:
     workspace = Path(os.environ["MEGACORE_WORKSPACE"])
@@ -24,7 +26,7 @@ def main() -> None:
         PREFECT_LOCAL_STORAGE_PATH: workspace / "prefect",
         PREFECT_SERVER_ANALYTICS_ENABLED: False,
     }
-    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=120):
+    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=int(HANG)):
         from flows.pretrain import pretrain
 
         for number, text in enumerate(overrides):

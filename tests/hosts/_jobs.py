@@ -11,6 +11,7 @@ from typing import Any
 from megacore.artifact.build import StageKey, seal
 from megacore.config.run import RunConfig
 from megacore.jobs.run import TrainJob
+from tests._limits import HANG
 from tests.hosts._rig import Rig
 from tests.train import _runs
 
@@ -89,7 +90,7 @@ def as_seen_outside(rig: Rig, path: Path, host: str = "a") -> Path:
 def prepare(rig: Rig, train_job: TrainJob, host: str = "a") -> str:
     """Prepare the hosts for a job from one of them; return the error, or ""."""
     path = write_job(rig, train_job)
-    result = rig.run(host, [sys.executable, "-c", PREPARE, str(path)], timeout=60)
+    result = rig.run(host, [sys.executable, "-c", PREPARE, str(path)], timeout=HANG)
     assert result.returncode in (0, 1), result
     return result.stderr.splitlines()[-1] if result.returncode else ""
 
@@ -150,7 +151,7 @@ class Attempt:
             ]
             return bool(iterations)
 
-        wait_for(saved, 120, f"a checkpoint of attempt {self._attempt}")
+        wait_for(saved, HANG, f"a checkpoint of attempt {self._attempt}")
         assert self.rig.ranks("a")
         assert self.rig.ranks("b")
         return max(iterations)
@@ -158,6 +159,6 @@ class Attempt:
     def outcome(self, seconds: float) -> dict[str, Any]:
         """Wait at most `seconds` for the end of the run; return its error and time."""
         wait_for(self._outcome.exists, seconds, "the end of the run on host a")
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=HANG)
         outcome: dict[str, Any] = json.loads(self._outcome.read_text())
         return outcome

@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 SSH_PORT = 2222
 _PREFIX = "mcore"
@@ -168,7 +170,7 @@ class Rig:
         words: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120,
+        timeout: float = HANG,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host to its end."""
         command, environment = self.inside(host, words), {**os.environ, **(env or {})}
@@ -233,7 +235,7 @@ class Rig:
 
     def freeze(self, host: str) -> None:
         """Stop all processes of a host, including sshd; its kernel still accepts connections."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG
         while awake := [
             pid for pid in _members(self.hosts[host].init) if _state(pid) not in "TZtX"
         ]:
@@ -249,7 +251,7 @@ class Rig:
         process = self.hosts[host].process
         if process is not None:
             os.kill(self.hosts[host].init, signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(timeout=HANG)
 
     def restore(self, host: str) -> None:
         """Connect the cable again and continue frozen processes or start a killed host.
@@ -325,8 +327,8 @@ class Rig:
             host.name,
             "true",
         ]
-        deadline = time.monotonic() + 60
-        while (tried := self.run(host.name, words, timeout=20)).returncode != 0:
+        deadline = time.monotonic() + HANG
+        while (tried := self.run(host.name, words, timeout=HANG)).returncode != 0:
             if time.monotonic() > deadline:
                 raise RigError(
                     f"ssh does not reach {host.name}: {tried.stderr} {host.directory / 'log'}"
@@ -341,10 +343,10 @@ class Rig:
                     os.kill(host.init, signal.SIGKILL)
             if host.process is not None:
                 host.process.kill()
-                host.process.wait(timeout=30)
+                host.process.wait(timeout=HANG)
         for process in self._started:
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG)
         for namespace in (*(host.namespace for host in self.hosts.values()), self.switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 

@@ -86,7 +86,7 @@ def events_on_one_host(
     )
     outcome = tmp_path_factory.mktemp("one") / "outcome"
     result = rig_after_flows.run(
-        "a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)], timeout=120
+        "a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)]
     )
     assert json.loads(outcome.read_text())["error"] == "", result.stderr
     return _jobs.events(_jobs.as_seen_outside(rig_after_flows, run))

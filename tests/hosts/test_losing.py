@@ -1,6 +1,5 @@
 """Hosts that are killed, frozen or disconnected during a training, which then resumes."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import pytest
 
 from megacore.jobs.run import TrainJob
+from tests._limits import HANG
 from tests.hosts import _jobs
 from tests.hosts._rig import Rig
 from tests.train import _runs
 
 ITERATIONS = 160
-LIMIT = 60.0
-"""Seconds within which the run must end on every host that still works."""
 HOST_TIMEOUT = 5.0
 
 
@@ -61,7 +59,7 @@ def undisturbed(data: Rig, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     attempt = _jobs.Attempt(
         data, training(data, "undisturbed"), tmp_path_factory.mktemp("undisturbed")
     )
-    outcome = attempt.outcome(120)
+    outcome = attempt.outcome(HANG)
     assert outcome["error"] == "", outcome
     return losses(attempt.run)
 
@@ -72,13 +70,11 @@ def lose(attempt: _jobs.Attempt, disable: Callable[[str], None]) -> int:
     The run must end on host a with an error that names host b.
     """
     last_saved = attempt.until_saved()
-    started = time.time()
     disable("b")
-    outcome = attempt.outcome(LIMIT)
+    outcome = attempt.outcome(HANG)
     assert outcome["error"] == "HostLostError", outcome
     assert "host b" in outcome["message"]
-    assert outcome["at"] - started < LIMIT
-    _jobs.wait_for(lambda: not attempt.rig.ranks("a"), 5, "the end of every rank on host a")
+    _jobs.wait_for(lambda: not attempt.rig.ranks("a"), HANG, "the end of every rank on host a")
     return last_saved
 
 
@@ -97,17 +93,17 @@ def test_run_resumes_after_a_killed_a_frozen_and_a_disconnected_host(
     frozen_at = lose(second, data.freeze)
     data.restore("b")
     _jobs.wait_for(
-        lambda: not data.ranks("b"), 10, "the end of the ranks on host b after it continues"
+        lambda: not data.ranks("b"), HANG, "the end of the ranks on host b after it continues"
     )
 
     third = attempt(3)
     cut_at = lose(third, data.cut)
     _jobs.wait_for(
-        lambda: not data.ranks("b"), LIMIT, "the end of the ranks on the disconnected host b"
+        lambda: not data.ranks("b"), HANG, "the end of the ranks on the disconnected host b"
     )
 
     fourth = attempt(4)  # host b is still disconnected
-    outcome = fourth.outcome(120)
+    outcome = fourth.outcome(HANG)
     data.restore("b")
     assert outcome["error"] == "", outcome
 
@@ -140,7 +136,7 @@ def test_run_resumes_after_a_killed_a_frozen_and_a_disconnected_host(
 def test_host_lost_before_the_start_is_named(data: Rig, tmp_path: Path) -> None:
     data.kill("b")
     outcome = _jobs.Attempt(data, training(data, "absent", launch={"nnodes": 2}), tmp_path).outcome(
-        60
+        HANG
     )
     data.restore("b")
     assert outcome["error"] == "LaunchError"

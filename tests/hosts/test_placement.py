@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megacore.checkpoint.save import save_checkpoint
+from tests._limits import HANG
 from tests.hosts import _jobs
 from tests.hosts._rig import Rig
 
@@ -220,14 +221,14 @@ def test_copying_ends_with_its_process(data: Rig, tmp_path: Path) -> None:
     path = _jobs.write_job(data, job)
     started = data.start("a", [sys.executable, "-c", _jobs.PREPARE, str(path)], tmp_path / "log")
     _jobs.wait_for(
-        lambda: any("rsync" in line for line in data.processes("b").values()), 60, "copying"
+        lambda: any("rsync" in line for line in data.processes("b").values()), HANG, "copying"
     )
     for pid in [pid for pid, line in data.processes("a").items() if _jobs.PREPARE[:40] in line]:
         os.kill(pid, 9)
-    started.wait(timeout=20)
+    started.wait(timeout=HANG)
     _jobs.wait_for(
         lambda: not any("rsync" in line for h in "ab" for line in data.processes(h).values()),
-        20,
+        HANG,
         "its end",
     )
     assert not (data.disk("b") / "big" / "tokens_text_document.bin").exists()

@@ -8,15 +8,16 @@ from megacore.observe.timers import Timers, exposed_communication
 
 
 def test_phase_times_are_summed_and_divided_by_the_iterations() -> None:
-    timers = Timers(torch.device("cpu"))
+    timers, began = Timers(torch.device("cpu")), time.perf_counter()
     for _ in range(2):
         with timers("sleep"):
             time.sleep(0.02)
     with timers("nothing"):
         pass
-    times = timers.take(2)
-    assert 19.0 < times["sleep"] < 500.0
-    assert times["nothing"] < times["sleep"]
+    times, passed = timers.take(2), 1000.0 * (time.perf_counter() - began)
+    assert times["sleep"] > 19.0
+    assert times["nothing"] >= 0.0
+    assert times["sleep"] + times["nothing"] <= passed / 2
     assert timers.take(1) == {}
 
 

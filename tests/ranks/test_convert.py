@@ -12,6 +12,7 @@ from megacore.jobs.run import ConvertJob
 from megacore.observe.heartbeat import beat_path, read_heartbeat
 from megacore.ranks.convert import convert_checkpoint
 from megacore.ranks.rank import run_rank
+from tests._limits import HANG
 from tests.convert._tiny import tiny_config, tiny_job
 
 
@@ -28,7 +29,7 @@ def run(job: ConvertJob, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "megacore.ranks.convert", "--config", str(tmp_path / "job.json")],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANG,
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
     )

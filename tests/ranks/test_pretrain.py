@@ -17,12 +17,11 @@ from megacore.jobs.run import EvaluateJob, TrainJob
 from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
 from megacore.parallel.mesh import ProcessMesh
+from tests._limits import HANG
 from tests._loss import loss_of
 from tests.launch._processes import none_alive, wait_until
 from tests.ranks import _megatron_log
 from tests.train import _runs
-
-TIMEOUT = 240
 
 
 def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
@@ -31,7 +30,7 @@ def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProce
         env={**os.environ, **rank_environment(1)},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=HANG,
         check=False,
     )
 
@@ -165,11 +164,13 @@ rank.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent death signal is Linux's")
-def test_rank_ends_if_its_launcher_is_killed(data: Path, tmp_path: Path) -> None:
-    endless = _runs.config(
-        train=_runs.config().train.model_dump() | {"train_iters": 50, "eval_interval": 1}
-    )
-    job: TrainJob = _runs.job(endless, data, tmp_path)
+def test_rank_ends_if_its_launcher_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = _runs.config(train={"train_iters": 2000, "eval_interval": 1})
+    monkeypatch.setattr(_runs, "SAMPLES", 20_000)
+    _runs.write_data(tmp_path / "data", endless)
+    job: TrainJob = _runs.job(endless, tmp_path / "data", tmp_path)
     job.write(tmp_path / "run.json")
     command = local_torchrun_command("megacore.ranks.pretrain", tmp_path / "run.json", 1)
     launcher = subprocess.Popen(
@@ -179,10 +180,10 @@ def test_rank_ends_if_its_launcher_is_killed(data: Path, tmp_path: Path) -> None
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until((tmp_path / "events.jsonl").exists, TIMEOUT, "the training started")
+        wait_until((tmp_path / "events.jsonl").exists, HANG, "the training started")
     finally:
         launcher.kill()
         launcher.wait()
     pid = int((tmp_path / "pid").read_text(encoding="ascii"))
-    none_alive([pid], TIMEOUT)
+    none_alive([pid], HANG)
     assert not any(event["kind"] == "exit" for event in _runs.events(tmp_path))

@@ -14,6 +14,7 @@ from megacore.errors import ConfigError, DataFormatError
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.run import RankJob, TrainJob
 from megacore.ranks.rank import gpu_variables, run_rank
+from tests._limits import HANG
 
 
 def run_with_missing_job(
@@ -85,12 +86,12 @@ from megacore.ranks.rank import run_rank
 run_rank(SingleRankJob, request_own_stacks, ["--config", {str(tmp_path / "job.json")!r}])
 """
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG, env=environment)
     assert "in request_own_stacks" in (tmp_path / "exit" / "rank_00000.stack").read_text()
 
 
 def fail_beside_a_stuck_thread(job: SingleRankJob) -> None:
-    threading.Thread(target=time.sleep, args=(300,)).start()
+    threading.Thread(target=time.sleep, args=(2 * HANG,)).start()
     raise DataFormatError("x.bin is damaged")
 
 
@@ -104,7 +105,7 @@ run_rank(SingleRankJob, fail_beside_a_stuck_thread, ["--config", {str(tmp_path /
 """
     environment = {**os.environ, "RANK": "0"}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, timeout=30, env=environment, check=False, capture_output=True)
+    done = subprocess.run(command, timeout=HANG, env=environment, check=False, capture_output=True)
     assert done.returncode == DataFormatError.exit_code
     assert b"x.bin is damaged" in done.stderr
     assert "x.bin is damaged" in (tmp_path / "exit" / "rank_0.json").read_text()
@@ -120,7 +121,7 @@ def test_every_entry_point_accepts_local_rank(module: str) -> None:
         "absent.json",
         "--local-rank=0",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert "absent.json does not exist" in result.stderr
     assert "unrecognized arguments" not in result.stderr
 

@@ -15,6 +15,7 @@ from megacore.config import load_config
 from megacore.config.hostfile import read_hostfile
 from megacore.errors import ConfigError
 from megacore.launch.supervise import supervise
+from tests._limits import HANG
 from tests.architecture._source import ROOT, python_files, tree
 
 INJECTIONS = (
@@ -80,7 +81,7 @@ def test_remote_command_line_cannot_inject_shell_code(
     assert command[:3] == ["ssh", "-F", f"/config{injection}"]
     # The shell of the other host reads the last word.
     assert command[-3:-1] == ["one", "--"]
-    subprocess.run(["sh", "-c", command[-1]], check=True, timeout=30)
+    subprocess.run(["sh", "-c", command[-1]], check=True, timeout=HANG)
     arguments, environment, directory = json.loads((tmp_path / "record.json").read_text())
     assert arguments == ["-m", "megacore.cluster.hosts.agent", injection]
     assert environment["PYTHONPATH"] == injection
@@ -102,7 +103,7 @@ def test_guard_passes_arguments_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
         log=folder / "log",
         exit_directory=folder / "exit",
         env={"NCCL_PLANTED": planted},
-        timeout=60,
+        timeout=HANG,
     )
     assert json.loads(record.read_text()) == [["-c", str(record), *INJECTIONS], planted]
     assert list(tmp_path.rglob("pwned")) == []

@@ -149,7 +149,7 @@ def continue_on_one_rank(data: Path, root: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deepspeed")
-    run_distributed(2, train_whole_and_resumed, data, root, timeout=90)
+    run_distributed(2, train_whole_and_resumed, data, root)
     return root
 
 
@@ -175,7 +175,7 @@ def test_reproduced_nan_can_be_skipped_as_if_it_had_been_known(name: str, runs: 
 def test_resumed_run_may_change_stage_ranks_and_engine(
     runs: Path, data: Path, tmp_path: Path
 ) -> None:
-    run_distributed(1, continue_on_one_rank, data, runs, timeout=90)
+    run_distributed(1, continue_on_one_rank, data, runs)
     starts = _runs.events(runs / "changing", "start")
     assert [event["resumed_from"] for event in starts] == [None, *range(2, ITERATIONS, 2)]
     assert [event["ranks"] for event in starts] == [2] * len(ON_TWO) + [1] * len(ON_ONE)
@@ -206,7 +206,7 @@ def evaluate_unevenly(data: Path, root: Path) -> None:
 def test_ranks_that_have_fewer_micro_batches_to_evaluate_gather_weights_with_the_others(
     data: Path, tmp_path: Path
 ) -> None:
-    run_distributed(2, evaluate_unevenly, data, tmp_path / "divided", timeout=60)
+    run_distributed(2, evaluate_unevenly, data, tmp_path / "divided")
     run = until(2, NATIVE, ranks=1)
     run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"max_samples": 6})})
     _runs.train(run, data, tmp_path / "serial")

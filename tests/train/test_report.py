@@ -115,8 +115,8 @@ def test_slower_one_of_two_ranks_is_named_from_a_fifth_more() -> None:
 
 
 def train_with_a_slow_rank(data: Path, run_directory: Path) -> None:
-    """Train with a second rank that computes 40 ms longer, as if on GPUs."""
-    run = _runs.config(train={"log_interval": 1})
+    """Train with a second rank that computes several times as long, as if on GPUs."""
+    run = _runs.config(train={"log_interval": 1, "train_iters": 12})
     mesh = ProcessMesh.build(RankLayout(data=2), timers=Timers(torch.device("cpu")))
     with Recorder(run_directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(run, data, run_directory, mesh, recorder)
@@ -124,8 +124,10 @@ def train_with_a_slow_rank(data: Path, run_directory: Path) -> None:
         forward_backward = trainer._engine.forward_backward
 
         def slow(*arguments: Any, **options: Any) -> Any:
-            time.sleep(0.04 * mesh.rank)
-            return forward_backward(*arguments, **options)
+            began = time.monotonic()
+            result = forward_backward(*arguments, **options)
+            time.sleep(max(0.04, 3 * (time.monotonic() - began)) * mesh.rank)
+            return result
 
         trainer._engine.forward_backward = slow  # type: ignore[method-assign]
         trainer.run()
@@ -135,12 +137,15 @@ def test_training_names_its_slow_rank(tmp_path: Path) -> None:
     data = tmp_path / "data"
     _runs.write_data(data, _runs.config())
     run_distributed(2, train_with_a_slow_rank, data, tmp_path / "run")
-    (warning,) = (
+    warnings = [
         event["message"]
         for event in _runs.events(tmp_path / "run", "warning")
         if "the ranks with the same work" in event["message"]
-    )
-    assert warning.startswith(f"rank 1 on {socket.gethostname()} computes ")
+    ]
+    assert warnings
+    # It is named again if both were as slow for a while, because of other processes.
+    beginning = f"rank 1 on {socket.gethostname()} computes "
+    assert all(warning.startswith(beginning) for warning in warnings)
 
 
 def test_ranks_without_peers_are_not_compared() -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megacore.engine.native import NativeEngine
 from megacore.errors import FileAccessError, WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
+from tests._limits import HANG
 from tests.checkpoint._examples import assert_equal
 from tests.checkpoint._read import read_tensors
 from tests.train import _runs
@@ -25,25 +27,26 @@ from tests.train import _runs
 def test_stall_includes_the_wait_for_the_previous_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, start, second_save = save.write_checkpoint, CheckpointSaver.save, threading.Event()
+    write, land, waits, now = save.write_checkpoint, CheckpointSaver._land, threading.Event(), 0.0
 
-    def note_second(saver: CheckpointSaver, iteration: int, *arguments: Any, **options: Any) -> Any:
-        if iteration == 2:
-            second_save.set()
-        return start(saver, iteration, *arguments, **options)
+    def note_wait(saver: CheckpointSaver) -> None:
+        if saver._flight is not None:
+            waits.set()
+        land(saver)
 
     def write_slowly(*arguments: Any, **options: Any) -> Any:
-        assert second_save.wait(60)
-        time.sleep(1.0)
+        nonlocal now
+        assert waits.wait(HANG)  # by the second save
+        now += 10.0
         return write(*arguments, **options)
 
-    monkeypatch.setattr(CheckpointSaver, "save", note_second)
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(CheckpointSaver, "_land", note_wait)
     monkeypatch.setattr(save, "write_checkpoint", write_slowly)
     train = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 1}), data, tmp_path)
     first, second = (event["stall_seconds"] for event in _runs.events(tmp_path, "checkpoint"))
-    assert first < second
-    assert second > 0.5
+    assert (first, second) == (0.0, 10.0)
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_started")] == [1, 2]
 
 
@@ -56,7 +59,7 @@ def test_an_update_during_the_copy_changes_no_checkpoint(
     iterations = itertools.count(1)
 
     def copy_late(*arguments: Any) -> None:
-        assert may_copy.acquire(timeout=60)
+        assert may_copy.acquire(timeout=HANG)
         time.sleep(0.2)
         copy(*arguments)
 
