@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests._limits import HANG
 from tests.faults._processes import Child, Nursery, children_of, command_line, environment_of
 
 LATEST = 1.1
 """Latest moment of a kill, in multiples of the call's undisturbed duration."""
-DEADLINE = 90.0
-"""Seconds within which any call must end."""
+GRACE = 30.0
+"""Seconds after a kill within which all processes must be gone; on idle cores it takes one."""
 _STRAGGLER = 3.0
 """Seconds in which ranks without a launcher must notice the loss of another rank."""
 
@@ -49,15 +50,12 @@ class Kind:
     ranks: int = 1
     victims: tuple[str, ...] = ("all",)
     """Processes to kill, one entry per case: `all`, `rank here`, or a key of VICTIMS."""
-    grace: float = 1.0
-    """Seconds after the kill within which all processes must be gone."""
     same_as: str | None = None
     """Kind whose undisturbed result is compared instead of an expensive separate run.
 
     `seconds` is required then.
     """
     seconds: float | None = None
-    deadline: float = DEADLINE
 
 
 @dataclass
@@ -135,7 +133,7 @@ class Bench:
         for number in range(2):
             place = self.directory / f"{kind.name}-undisturbed-{number}"
             place.mkdir()
-            seconds = max([child.value(kind.deadline) for child in self._start(kind, place, 1)])
+            seconds = max([child.value(HANG) for child in self._start(kind, place, 1)])
             references.append(Reference(seconds, self.check(kind, place), size_of(place)))
             shutil.rmtree(place)
         first, second = references
@@ -194,17 +192,17 @@ class Bench:
         outcome.hit = kill(outcome.victim, children, draw)
         self._await(kind, outcome, children)
         for child in children:
-            outcome.faults += child.none_left(kind.grace)
+            outcome.faults += child.none_left(GRACE)
         inputs = self.inputs(kind.name)
         outcome.faults += self.nursery.call(kind.visible, inputs, place)
         repeated = self._start(kind, place, 2)
         for child in repeated:
-            answer = child.finish(kind.deadline)
+            answer = child.finish(HANG)
             if "value" not in answer:
                 outcome.faults.append(
                     f"the repeated call failed: {answer['error']}: {answer['message']}"
                 )
-            outcome.faults += child.none_left(kind.grace)
+            outcome.faults += child.none_left(GRACE)
         if not outcome.faults and self.check(kind, place) != reference.result:
             outcome.faults.append(
                 "the result of the repeated call differs from the undisturbed one"
@@ -216,12 +214,12 @@ class Bench:
             for child in children:
                 if child.wait(_STRAGGLER) is None:
                     child.kill()  # like a launcher
-                    child.wait(_STRAGGLER)
+                    child.wait(HANG)
             return
         for child in children:
             if child.wait(0) == -signal.SIGKILL:
                 continue
-            answer = child.finish(kind.deadline)
+            answer = child.finish(HANG)
             outcome.error = answer.get("error", "")
             if outcome.hit and outcome.error == "Died" and child.wait(0) == -signal.SIGKILL:
                 outcome.error = ""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests._limits import HANG
 from tests.faults._cases import Bench, Kind, Outcome
 
 PAGE = 4096
@@ -65,7 +66,7 @@ def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
     started = time.monotonic()
     with small_disk(place, size) as disk:
         limit = None if disk.mounted else size // 4
-        answer = bench.nursery.start(_limited, kind.run, inputs, place, limit).finish(kind.deadline)
+        answer = bench.nursery.start(_limited, kind.run, inputs, place, limit).finish(HANG)
         outcome.error = str(answer.get("error", ""))
         if outcome.error != "WorkspaceError":
             outcome.faults.append(
@@ -77,9 +78,7 @@ def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
         outcome.hit = True
         outcome.faults += bench.nursery.call(kind.visible, inputs, place)
         disk.resize(ROOMY)
-        repeated = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(
-            kind.deadline
-        )
+        repeated = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(HANG)
         if "value" not in repeated:
             outcome.faults.append(
                 f"with room, the repeated call failed: {repeated['error']}: "

@@ -21,7 +21,8 @@ from megacore.errors import MegacoreError
 from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.ranks.pretrain import pretrain
-from tests.faults._cases import Outcome
+from tests._limits import HANG
+from tests.faults._cases import GRACE, Outcome
 from tests.faults._processes import Child, Nursery
 from tests.faults._training import tensor_digests
 from tests.flows.conftest import tiny_config, write_corpus
@@ -35,7 +36,6 @@ STAGES: dict[str, tuple[str, float]] = {
     "publish": ("exports/[!.]*/manifest.json", 3.0),
 }
 """Path that shows the start of each stage, and its approximate seconds; in order."""
-DEADLINE = 240.0
 
 
 def write_conf(directory: Path, **train: Any) -> Path:
@@ -106,17 +106,15 @@ def _kill_in(stage: str, draw: random.Random, seed: int, flow: Child, workspace:
     outcome = Outcome("flow", seed, draw.uniform(0, seconds), f"flow in {stage}")
     started = time.monotonic()
     while flow.wait(0.05) is None and not any(workspace.glob(pattern)):
-        if time.monotonic() - started > DEADLINE:
-            outcome.faults.append(
-                f"{stage} did not begin within {DEADLINE:.0f} s: {flow.log_end()}"
-            )
+        if time.monotonic() - started > HANG:
+            outcome.faults.append(f"{stage} did not begin within {HANG:.0f} s: {flow.log_end()}")
             break
     outcome.hit = flow.wait(outcome.moment) is None
     flow.kill_process()
-    flow.wait(5)
+    flow.wait(HANG)
     if not outcome.hit and flow.wait(0) != 0:
         outcome.faults.append(f"the flow failed by itself: {flow.log_end()}")
-    outcome.faults += flow.none_left(STOP_GRACE + 5)
+    outcome.faults += flow.none_left(STOP_GRACE + GRACE)
     outcome.seconds = round(time.monotonic() - started, 2)
     return outcome
 
@@ -140,13 +138,13 @@ def visible(workspace: Path) -> list[str]:
 
 def finish(flow: Child, nursery: Nursery, workspace: Path) -> list[str]:
     """Wait for the flow's end; return leftovers and differences."""
-    flow.value(DEADLINE)
-    faults = flow.none_left(STOP_GRACE + 5) + visible(workspace)
+    flow.value(HANG)
+    faults = flow.none_left(STOP_GRACE + GRACE) + visible(workspace)
     faults += [f"{path} is left over" for path in workspace.glob("*/*.tmp-*")]
     (run,) = (path.parent for path in workspace.glob("runs/*/run.json"))
     faults += [f"{path} is left over" for path in run.rglob("*.tmp-*")]
     faults += tracking_problems(workspace / "mlflow.db", run)
-    if not nursery.call(same_as_undisturbed, run, workspace.parent / "undisturbed", seconds=90):
+    if not nursery.call(same_as_undisturbed, run, workspace.parent / "undisturbed"):
         faults.append("the weights differ from those of an undisturbed training")
     return faults
 

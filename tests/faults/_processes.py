@@ -18,6 +18,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests._limits import HANG
+
 ROOT = Path(__file__).parents[2]
 MARK = "MEGACORE_FAULT_CASE"
 """Environment variable that all programs of a case inherit."""
@@ -30,8 +32,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-START_LIMIT = 120.0
-"""Seconds within which the first child starts; the server imports all modules before."""
 _POLL = 0.005
 _LOCK = threading.RLock()
 """Lock of exit codes: multiprocessing reads each once, so two threads must not ask together."""
@@ -205,12 +205,12 @@ class Nursery:
         sender.close()
         child = Child(process, token, log, outcome)
         self._children.append(child)
-        assert receiver.poll(START_LIMIT), f"no process began within {START_LIMIT} s"
+        assert receiver.poll(HANG), f"no process began within {HANG:.0f} s"
         try:
             receiver.recv_bytes()
         except EOFError:
             raise AssertionError(
-                f"a process ended before it began: exit code {child.wait(5)}"
+                f"a process ended before it began: exit code {child.wait(HANG)}"
             ) from None
         receiver.close()
         child.started = time.monotonic()
@@ -241,11 +241,11 @@ class Nursery:
                 child.kill()
                 child.none_left(0)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the value of a function in a separate process, which must leave none behind."""
         child = self.start(function, *arguments)
-        value = child.value(seconds)
-        assert not (left := child.none_left(5)), left
+        value = child.value(HANG)
+        assert not (left := child.none_left(HANG)), left
         return value
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from megacore.artifact import Workspace
+from tests._limits import HANG
 from tests.faults._cases import free_port
 from tests.faults._processes import ROOT
 
@@ -23,8 +24,6 @@ from _processes import Started, end, family, spawn
 from servers import _mlflow_command
 
 HOST = "127.0.0.1"
-START_LIMIT = 90.0
-"""Seconds within which a server must answer."""
 QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -56,7 +55,7 @@ class Server:
 
     def wait(self) -> None:
         """Wait until the server answers."""
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + HANG
         while not self.answers():
             text = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
             assert self.started is not None
@@ -66,7 +65,10 @@ class Server:
 
     def answers(self) -> bool:
         """Return True if the server answers."""
-        with contextlib.suppress(OSError), urllib.request.urlopen(self.health, timeout=2) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(self.health, timeout=HANG) as answer,
+        ):
             return bool(answer.status == 200)
         return False
 

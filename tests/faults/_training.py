@@ -260,7 +260,5 @@ LAUNCHER_KINDS = (
         victims=("supervisor", "guard", "torchrun", "rank"),
         same_as="train-2",
         seconds=6.0,
-        grace=7.0,
-        deadline=120.0,
     ),
 )

@@ -38,6 +38,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests._limits import HANG
+
 LIBRARY_SOURCE = Path(__file__).with_name("_calls.c")
 CONTROL_VARIABLE = "MEGACORE_FAULT_CONTROL"
 OFF, COUNT, READ_ONLY, COUNT_READS = 0, 1, 7, 8
@@ -107,8 +109,6 @@ HARMLESS = (
 """Stages, calls, paths below the stage's directory, and why it may go on when such a call fails."""
 FILES = "files"
 """Directory of `inputs`, and of `case`: `place`, where the stage writes, HOME and TMPDIR."""
-DEADLINE = 120.0
-"""Seconds within which any run of a stage must end."""
 
 
 class Control(ctypes.Structure):
@@ -420,7 +420,7 @@ class Sweep:
         child = os.fork()
         if child == 0:
             _child(outcome, self.directory / "log", function, arguments)
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + HANG
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGABRT)  # faulthandler writes the stacks

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests._limits import HANG
 from tests.faults._cases import Bench
 from tests.faults._mutations import run_forms
 
@@ -15,10 +16,11 @@ MINIMUM_MUTATIONS = 2000
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_damaged_files_are_read_or_refused(bench: Bench, tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     child = bench.nursery.start(run_forms, FORMS, tmp_path / "forms", 0, 1.0, progress)
-    answer = child.finish(240)
+    answer = child.finish(2 * HANG)
     current = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the start"
     assert "value" in answer, (
         f"the process ended at {current}: {answer.get('error')}: {answer.get('message')}"
