@@ -56,7 +56,7 @@ HOST = "127.0.0.1"
 WORK_POOL = "local"
 PREFECT_TOML = ROOT / "prefect.toml"
 TOML_HEADER = "# Written by `make server`; `make stop` removes it."
-START_TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 """Maximum number of seconds until a server answers, or between two lines of a deployment's log."""
 STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
 """Seconds of grace by process, in the order of stopping; the worker's runs need launch.stop_grace
@@ -269,7 +269,7 @@ def _launch(servers: Servers, workspace: Workspace, name: str, command: list[str
 def _wait_healthy(servers: Servers, name: str, url: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=30) as answer:
             if answer.status == 200:
                 return
         _require_alive(servers.processes[name], deadline, "does not answer")

@@ -42,7 +42,7 @@ def prepare_environment() -> Workspace:
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "DO_NOT_TRACK": "true",
         "MLFLOW_TRACKING_URI": tracking_uri(workspace),

@@ -177,6 +177,22 @@ def warm_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first attempt of a training lose a rank once its first checkpoint is complete."""
+    from megacore.ranks import stages
+
+    start_ranks = stages.start_ranks
+
+    def start(launch: Any, module: str, *arguments: Any) -> Any:
+        if module in ("megacore.ranks.pretrain", "megacore.ranks.finetune"):
+            monkeypatch.setenv("MEGACORE_TEST_RANK", module)
+            module = "tests.flows._lost_rank"
+        return start_ranks(launch, module, *arguments)
+
+    monkeypatch.setattr(stages, "start_ranks", start)
+
+
 @pytest.fixture(scope="session")
 def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Provide the flow `pretrain` on a tiny corpus.
