@@ -255,8 +255,10 @@ class Tracking:
         if expected is None or location == expected:
             return
         old, here = (Path(unquote(urlsplit(each).path)) for each in (location, expected))
-        if old.parts[-2:] == here.parts[-2:] and old.resolve() != here.resolve():
-            links = [shlex.quote(str(each)) for each in (self.workspace.root, old.parents[1])]
+        inner = here.relative_to(self.workspace.root).parts  # more than two for an experiment a/b
+        if old.parts[-len(inner) :] == inner and old.resolve() != here.resolve():
+            root = old.parents[len(inner) - 1]
+            links = [shlex.quote(str(each)) for each in (self.workspace.root, root)]
             logging.getLogger("prefect.megacore").warning(
                 "MLflow's store has the files of experiment %r in %s, where the workspace was "
                 "before, and continues to read and write them there: `ln -s %s` makes it use "
@@ -324,7 +326,8 @@ class Tracking:
         """Return the location of the experiment's files, or None to let a server decide."""
         if self.uri != tracking_uri(self.workspace):
             return None
-        return (self.workspace.mlflow_artifacts / self.experiment).as_uri()
+        # A name such as /team/gpt2 is no path of this host.
+        return (self.workspace.mlflow_artifacts / self.experiment.lstrip("/")).as_uri()
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:

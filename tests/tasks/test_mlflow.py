@@ -278,6 +278,17 @@ def test_store_of_a_moved_workspace_warns_of_files_at_its_old_place(
     assert not caplog.text
 
 
+def test_experiment_named_like_a_path_keeps_its_files_in_the_workspace(
+    tracking: Tracking, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = Tracking(tracking.workspace, "/team/gpt2")
+    experiment = named.client.get_experiment(named.experiment_id)
+    assert experiment.artifact_location == (tmp_path / "mlartifacts" / "team" / "gpt2").as_uri()
+    shutil.copytree(tmp_path, moved := tmp_path.with_name("moved"))
+    assert Tracking(Workspace(moved), "/team/gpt2").experiment_id == named.experiment_id
+    assert f"`ln -s {moved} {tmp_path}`" in caplog.text
+
+
 def test_deleted_experiment_is_refused(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
