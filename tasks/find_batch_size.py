@@ -33,7 +33,7 @@ from megacore.ranks.batch_size_search import (
     table_rows,
     train_seconds,
 )
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, artifact_directory, build, stage_task
 from tasks._devices import devices
 from tasks._logging import shown_in_prefect
 from tasks._monitor import LogTail
@@ -123,11 +123,21 @@ def find_batch_size(
                 scratch=scratch,
                 watch=watch,
             )
-        write_json(directory / REPORT, report)
         os.rename(scratch, directory / RUNS)
+        report = _moved(report, str(scratch), str(artifact_directory(key) / RUNS))
+        write_json(directory / REPORT, report)
         return counts_of(report)
 
     return build(config, key, fill)
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Return the values of a report with another directory in the paths of its messages."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {name: _moved(item, old, new) for name, item in value.items()}
+    return [_moved(item, old, new) for item in value] if isinstance(value, list) else value
 
 
 class _Watcher:

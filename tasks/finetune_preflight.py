@@ -18,6 +18,7 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, check_warmup, resolve_ranks
+from megacore.observe.recorder import check_wandb
 from megacore.paths import glob
 from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT, check_precision, unseen_gpus
@@ -77,6 +78,8 @@ def check_here(config: FinetuneConfig) -> None:
             f"megacore[deepspeed], or set {option} to "
             f"{'torchrun' if option == 'launch.kind' else 'ddp'}"
         )
+    if config.tracking.wandb is not None:
+        check_wandb()
     check_launcher(launch)
     resolve_ranks(config, hardware)
     scheduler = unseen_gpus(launch, hardware)

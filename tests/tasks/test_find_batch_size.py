@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from megacore.artifact import Artifact
+from megacore.artifact.files import read_object
 from megacore.config.finetune import FinetuneConfig
 from megacore.hardware import Gpu, Hardware
 from megacore.ranks.batch_size_search import as_markdown, notes, table_rows
@@ -166,3 +168,25 @@ def test_artifact_counts_contain_the_result() -> None:
         "f1": 0.5,
     }
     assert counts_of(REPORTS[0]) == {"method": "ddp", "batch": 0}
+
+
+def test_reasons_name_the_logs_where_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+
+    def compare(*arguments: Any, scratch: Path, **options: Any) -> dict[str, Any]:
+        log = scratch / "probe-00041" / "probe.log"
+        log.parent.mkdir()
+        log.write_text("std::bad_alloc", encoding="utf-8")
+        tried = {"41": {"reason": f"std::bad_alloc: see {log}"}}
+        return report("ddp", 40, 1.5, reason=f"std::bad_alloc: see {log}", tried=tried)
+
+    monkeypatch.setattr(stage, "compare", compare)
+    with disable_run_logger():
+        result = stage.find_batch_size.fn(
+            config(), "ddp", artifact("pretrained"), artifact("examples")
+        )
+    written = read_object(result.artifact.directory / stage.REPORT)
+    for reason in (written["reason"], written["tried"]["41"]["reason"]):
+        assert Path(reason.partition("see ")[2]).read_text(encoding="utf-8") == "std::bad_alloc"

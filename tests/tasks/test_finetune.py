@@ -207,6 +207,11 @@ def test_gpu_options_are_refused_without_a_gpu(
             {"launch": {"kind": "deepspeed"}},
             "launch.kind is deepspeed, which needs deepspeed",
         ),
+        (
+            "wandb",
+            {"tracking": {"wandb": {}}},
+            "tracking.wandb is given and the package wandb is not installed",
+        ),
     ],
 )
 def test_missing_libraries_are_refused(
