@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_object
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.cluster.executors import executor_of
 from megacore.config import RunConfig
@@ -18,7 +18,7 @@ from megacore.corpus.curate import REPORT_NAME, curate_corpus, needed_bytes
 from megacore.corpus.curate_job import VERSION, CurateOptions, fingerprint
 from megacore.corpus.curate_report import report_text
 from megacore.errors import ArtifactError
-from megacore.paths import glob, is_file
+from megacore.paths import glob
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build_in_shards, stage_task
 from tasks._logging import shown_in_prefect
@@ -74,7 +74,7 @@ def curate(config: RunConfig, corpus: Artifact, earlier: tuple[Artifact, ...] = 
 
 def _show_report(curated: Artifact) -> None:
     """Show the report with the task run: a table of the steps, and all of it as markdown."""
-    report = read_json(curated.directory / REPORT_NAME)
+    report = read_object(curated.directory / REPORT_NAME)
     rows = [
         {
             "step": row["step"],
@@ -104,8 +104,10 @@ def curation_metrics(tokens: Artifact) -> dict[str, float]:
             digests.add(manifest.inputs["corpus"])
     metrics: Counter[str] = Counter()
     for directory, manifest in _artifacts("curate"):
-        if manifest.digest in digests and is_file(directory / REPORT_NAME):
-            report = read_json(directory / REPORT_NAME)
+        if manifest.digest not in digests:
+            continue
+        with suppress(ArtifactError):
+            report = read_object(directory / REPORT_NAME)
             for name in ("documents", "words", "bytes"):
                 for state in ("read", "kept"):
                     metrics[f"curate/{name}_{state}"] += report[name][state]

@@ -35,5 +35,7 @@ def test_damaged_and_deleted_corpora_do_not_count(
     metrics = curation_metrics(artifact)
     assert metrics["curate/documents_kept"] == 3
     assert metrics["curate/removed_1_exact_dedup"] == 1
+    (curated / "used" / REPORT_NAME).write_bytes(b"")
+    assert curation_metrics(artifact) == {}
     (curated / "used" / REPORT_NAME).unlink()
     assert curation_metrics(artifact) == {}
