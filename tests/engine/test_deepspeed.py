@@ -4,6 +4,7 @@ tests/parity compares the training itself.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megacore.engine.base import Engine, Update
 from megacore.engine.build import build_engine
 from megacore.engine.deepspeed.operators import load_operators, operator_is_built
 from megacore.models.base import LossTotals
+from megacore.observe.timers import Timers
 from megacore.optim.grad_scaler import DynamicLossScaler
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
@@ -327,3 +329,31 @@ def test_an_engine_on_nvme_trains_and_is_restored(tmp_path: Path) -> None:
         [update.loss for update in plain], rel=1e-5
     )
     assert restored
+
+
+def phases_of_a_pipeline() -> set[str]:
+    """Return the phases of one iteration of a stage, out of two."""
+    run = config(
+        {"zero_stage": 1},
+        parallel={"pipeline_model_parallel_size": 2},
+        launch={"nproc_per_node": 2},
+    )
+    mesh = _runs.mesh(run)
+    timers = Timers(torch.device("cpu"))
+    pipeline = replace(mesh.pipeline_parallel, timers=timers)
+    engine = build_engine(
+        run,
+        _runs.VOCAB_SIZE,
+        replace(mesh, pipeline_parallel=pipeline, timers=timers),
+        special_tokens=_runs.TOKENS,
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    assert step(engine).applied
+    return set(timers.take(1))
+
+
+def test_passes_and_waits_of_a_pipeline_are_phases() -> None:
+    expected = {"forward-compute", "backward-compute", "pipeline-parallel wait", "optimizer"}
+    for phases in run_distributed(2, phases_of_a_pipeline, timeout=60):
+        assert expected <= phases

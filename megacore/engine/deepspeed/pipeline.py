@@ -6,7 +6,7 @@ parameters shared with other stages, which DeepSpeed ties.
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from megacore.engine.deepspeed.engine import DeepSpeedBase
 from megacore.engine.deepspeed.join import MeshUnit, import_deepspeed
 from megacore.models.base import LossTotals
 from megacore.models.stage import Stage
+from megacore.parallel.collectives import wait_phase
+from megacore.parallel.mesh import ProcessMesh
 
 
 class StageLayer(nn.Module):
@@ -30,6 +32,7 @@ class StageLayer(nn.Module):
         (self.chunk,) = stage.chunks
         self._rules = stage.rules
         self._reads = stage.reads_tokens
+        self._time = stage.mesh.time
         self._batches: Iterator[Tensor] = iter(())
         self._seeds: Iterator[int] = iter(())
         self.losses: list[Tensor] = []
@@ -46,7 +49,10 @@ class StageLayer(nn.Module):
         """
         fields = self._rules.read(next(self._batches)) if self._reads else None
         first = self.chunk.has_embedding
-        output = self.chunk.run(fields, None if first else hidden, dropout_seed=next(self._seeds))
+        with self._time("forward-compute"):
+            output = self.chunk.run(
+                fields, None if first else hidden, dropout_seed=next(self._seeds)
+            )
         if isinstance(output, Tensor):
             return output
         means = torch.stack([term.mean() for term in output.values()])
@@ -88,6 +94,7 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         )
         if getattr(optimizer, "use_grad_accum_attribute", False):
             _sum_accumulated(engine)
+        _time_instructions(engine, self._mesh)
         return engine, optimizer
 
     def forward_backward(
@@ -163,3 +170,33 @@ def _sum_accumulated(engine: Any) -> None:
             dist.all_reduce(weight.grad_accum, group=group)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied}
+
+
+def _time_instructions(engine: Any, mesh: ProcessMesh) -> None:
+    """Measure DeepSpeed's instructions as phases of the step.
+
+    They also beat: a middle stage, which reads no samples, would otherwise show no progress within
+    an iteration.
+    """
+    from deepspeed.runtime.pipe import schedule
+
+    wait = wait_phase(mesh.pipeline_parallel)
+    phases = {
+        schedule.RecvActivation: wait,
+        schedule.RecvGrad: wait,
+        schedule.BackwardPass: "backward-compute",
+        schedule.OptimizerStep: "optimizer",
+    }
+
+    def timed(run: Callable[..., None], phase: str) -> Callable[..., None]:
+        def instruction(engine: Any, **options: Any) -> None:
+            with mesh.time(phase):
+                run(engine, **options)
+
+        return instruction
+
+    instructions = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {
+        **instructions,
+        **{each: timed(instructions[each], phase) for each, phase in phases.items()},
+    }
