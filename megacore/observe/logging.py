@@ -93,8 +93,8 @@ class StepReport:
     seq_length: int
     """Tokens of a sequence in the last iteration."""
     lm_loss: float
-    """Mean over the interval's iterations with a finite loss, and over data-parallel ranks, in nats
-    per token."""
+    """Mean over the interval's applied iterations and over data-parallel ranks, in nats per
+    token."""
     loss_scale: float
     grad_norm: float
     """Gradient norm of the last update, before clipping."""
