@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from megacore.artifact.files import naming, workspace_errors
 from megacore.artifact.workspace import EVENTS_FILE
 from megacore.errors import ConfigError
 from megacore.observe.events import EventReader, EventWriter
@@ -249,17 +250,22 @@ class TensorBoardWriter:
         self._purge_step = iteration + 1
 
     def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Write values by tag; skip None."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        """Write values by tag; skip None.
 
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, iteration)
-        self._writer.flush()
+        Raises WorkspaceError or FileAccessError, also for values of an earlier call.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        with workspace_errors(self._directory), naming(self._directory):
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+            for tag, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(tag, value, iteration)
+            self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Raises WorkspaceError or FileAccessError if the last write fails."""
         if self._writer is not None:
-            self._writer.close()
+            with workspace_errors(self._directory), naming(self._directory):
+                self._writer.close()

@@ -1,15 +1,20 @@
 """Tests of the recorder, which writes events, log lines and TensorBoard files."""
 
+import errno
 import importlib.util
 import json
 import logging
+import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, MegacoreError, TransientFileError, WorkspaceError
 from megacore.observe import recorder as tensorboard
 from megacore.observe.recorder import Recorder
 from tests.observe.test_logging import REPORT
@@ -133,3 +138,24 @@ def test_tensorboard_keeps_what_was_written_of_the_iteration_before_a_resume(
     board.Reload()
     for tag in ("lm loss", "lm loss validation"):
         assert [scalar.step for scalar in board.Scalars(tag)] == [100]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
+)
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, WorkspaceError), (errno.EIO, TransientFileError)]
+)
+def test_an_error_of_the_disk_names_the_tensorboard_directory(
+    code: int, kind: type[MegacoreError], tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    writer = tensorboard.TensorBoardWriter(tmp_path)
+    file: Any = SimpleNamespace(add_scalar=lambda *_: None, flush=fail, close=fail)
+    writer._writer = file
+    writes: list[Callable[[], None]] = [lambda: writer.scalars({"loss": 1.0}, 1), writer.close]
+    for write in writes:
+        with pytest.raises(kind, match=f"{tmp_path}.*{os.strerror(code)}"):
+            write()
