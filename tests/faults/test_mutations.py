@@ -16,7 +16,6 @@ MINIMUM_MUTATIONS = 2000
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_damaged_files_are_read_or_refused(bench: Bench, tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     child = bench.nursery.start(run_forms, FORMS, tmp_path / "forms", 0, 1.0, progress)
