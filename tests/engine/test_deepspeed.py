@@ -355,5 +355,5 @@ def phases_of_a_pipeline() -> set[str]:
 
 def test_passes_and_waits_of_a_pipeline_are_phases() -> None:
     expected = {"forward-compute", "backward-compute", "pipeline-parallel wait", "optimizer"}
-    for phases in run_distributed(2, phases_of_a_pipeline, timeout=60):
+    for phases in run_distributed(2, phases_of_a_pipeline):
         assert expected <= phases
