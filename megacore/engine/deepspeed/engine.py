@@ -55,8 +55,8 @@ class DeepSpeedBase(Engine):
         special_tokens: SpecialTokens,
         device: torch.device,
         precision: str,
-        kernels: Kernels | None = None,
-        compiled_adam: bool = False,
+        kernels: Kernels,
+        compiled_adam: bool,
     ) -> None:
         """Build this rank's part of the model with its initial weights and partition it with ZeRO.
 
