@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from prefect import get_run_logger
 
@@ -153,7 +154,8 @@ def mlflow_lines(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
             f"- registered: `{receipt['uri']}` ({alias})",
             f"- MLflow run `{receipt['run_id']}`: `make server` shows it in a browser",
         ]
-    model = page_url(server, f"models/{receipt['model_name']}/versions/{receipt['version']}")
+    name = quote(receipt["model_name"])  # a space or a bracket would end the link
+    model = page_url(server, f"models/{name}/versions/{receipt['version']}")
     return [
         f"- registered: [{receipt['uri']}]({model}) ({alias})",
         f"- MLflow run: [{receipt['run_id']}]({run_url(tracking, server, receipt['run_id'])})",

@@ -10,6 +10,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 import tasks._registry
+from megacore.artifact import Workspace
 from megacore.artifact.build import StageKey, is_locked, seal
 from megacore.config import RunConfig
 from megacore.errors import ConversionError, TrackingError
@@ -445,3 +446,16 @@ def test_one_flow_at_a_time_publishes_a_run(
         build_publication(config, key, run_directory, lambda: facts, send)
     assert locked == [True]
     assert not is_locked(run_directory / "publication")
+
+
+def test_name_with_spaces_and_brackets_has_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
+    monkeypatch.setattr("tasks._publication.standing", lambda *names: "alias candidate")
+    monkeypatch.setattr("tasks._publication.run_url", lambda *names: "run")
+    tracking = Tracking(Workspace(tmp_path), "pretrain")
+    monkeypatch.setitem(vars(tracking), "experiment_id", "7")
+    receipt = {"uri": "models:/my model (2)/1", "model_name": "my model (2)", "version": "1"}
+    line = mlflow_lines(tracking, receipt | {"run_id": "abc"})[0]
+    assert "(http://host:5000/#/models/my%20model%20%282%29/versions/1?" in line
