@@ -137,7 +137,7 @@ def test_flow_is_stopped_while_it_waits_before_a_retry(
     monkeypatch.setattr(stages, "supervise", lose)
     stopper = threading.Thread(target=stop_once_it_waits)
     stopper.start()
-    overrides = {"seed": 77, "launch.retries": 1, "launch.retry_delay": 60}
+    overrides = {"seed": 77, "launch.retries": 1, "launch.retry_delay": HANG}
     state = pretrain(str(bench.conf), overrides, return_state=True)
     stopper.join()
     assert (state.name, state.type.value) == ("Stopped", "CANCELLED")
