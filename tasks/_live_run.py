@@ -101,7 +101,7 @@ class LiveRun:
             self._metrics.stop()
 
     def report_end(self, error: BaseException | None) -> None:
-        """Report to MLflow how the attempt ended; publication sends what MLflow lacks then."""
+        """Report to MLflow how the attempt ended; what it lacks is sent later."""
         status: RunStatus = "FINISHED"
         if error is not None:
             failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
@@ -115,7 +115,9 @@ class LiveRun:
             update_run_page(tracking, run_id, forwarder.directory, forwarder.facts, ending=reason)
         except Exception as failure:
             # a failed report must neither hide the training's error nor fail a finished training
-            get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)
+            get_run_logger().warning(
+                "%s; the next attempt or publication sends what MLflow lacks", failure
+            )
 
 
 @contextmanager
