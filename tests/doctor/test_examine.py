@@ -414,8 +414,14 @@ def test_ports_are_reached_at_an_ipv6_address() -> None:
     lines: dict[str, Any] = {}
     (port,) = free_ports(1)
     answers = {
-        "a": {"host": "a", "port": port, "expected": 1, "targets": {}, "seconds": 5},
-        "b": {"host": "b", "port": 0, "expected": 0, "targets": {"a": ["::1", port]}, "seconds": 5},
+        "a": {"host": "a", "port": port, "expected": 1, "targets": {}, "seconds": HANG},
+        "b": {
+            "host": "b",
+            "port": 0,
+            "expected": 0,
+            "targets": {"a": ["::1", port]},
+            "seconds": HANG,
+        },
     }
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "say", lambda line: lines.update({str(line["value"]["port"]): line}))

@@ -37,7 +37,7 @@ def launch(**values: Any) -> LaunchConfig:
         "threads_per_rank": 1,
         "allow_cpu": True,
     }
-    settings |= {"rdzv_endpoint": "127.0.0.1", "interface": "lo", "stop_grace": 120.0}
+    settings |= {"rdzv_endpoint": "127.0.0.1", "interface": "lo", "stop_grace": 25.0}
     return LaunchConfig.model_validate({**settings, "kubernetes": kubernetes, **values})
 
 

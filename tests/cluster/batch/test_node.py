@@ -26,7 +26,7 @@ from tests.train import _runs
 
 
 def spec(directory: Path, **launch: Any) -> BatchSpec:
-    settings = {"kind": "kubernetes", "nproc_per_node": 1, "stop_grace": 120.0, **launch}
+    settings = {"kind": "kubernetes", "nproc_per_node": 1, "stop_grace": 25.0, **launch}
     paths = {"job_file": str(directory / "run.json"), "exit_directory": str(directory / "exit")}
     values: dict[str, Any] = {"directory": "/", "python": "python", "workspace": str(directory)}
     values |= {"module": "tests.cluster.batch._rank", "environment": {}, "follower_limit": 300.0}
