@@ -324,7 +324,7 @@ def test_an_offline_run_has_each_row_once_in_its_files_and_no_key(
     run_directory: Path, config: RunConfig, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(_wandb, "_LONGEST_STOP", 120.0)  # wandb starts a process
+    monkeypatch.setattr(_wandb, "_LONGEST_STOP", HANG)  # wandb starts a process
     log.step(10, 5.5)
     log.evaluation(10)
     sender(run_directory, config, mode="offline").finish(failed=True)
