@@ -21,7 +21,7 @@ from typing import Any
 
 from tests._limits import HANG
 
-GRACE = 3.0
+GRACE = 30.0
 """Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its
 stacks."""
 HEARTBEAT = "MEGACORE_TEST_HEARTBEAT"
@@ -60,7 +60,7 @@ def run_distributed(
         ranks = [_start(directory, rank, world_size) for rank in range(world_size)]
         try:
             late = _wait(ranks, timeout, directory / HEARTBEAT)
-            _dump_stacks(late)
+            _dump_stacks(late, [directory / f"output_{ranks.index(rank)}" for rank in late])
         finally:
             _kill(ranks)
         _raise_failures(directory, ranks, late, timeout)
@@ -136,16 +136,21 @@ def _wait(
     return []
 
 
-def _dump_stacks(late: list[ForkServerProcess]) -> None:
-    """Let each rank that still runs write the Python stacks of its threads.
+def _dump_stacks(late: list[ForkServerProcess], outputs: list[Path]) -> None:
+    """Let each rank that still runs write the Python stacks of its threads to its output.
 
     Faulthandler needs no interpreter lock.
     """
+    before = sizes = [output.stat().st_size for output in outputs]
     for rank in late:
         assert rank.pid is not None
         os.kill(rank.pid, signal.SIGUSR1)
-    if late:
-        time.sleep(min(GRACE, 1.0))
+    deadline = time.monotonic() + GRACE
+    while late and time.monotonic() < deadline:
+        time.sleep(0.3)
+        earlier, sizes = sizes, [output.stat().st_size for output in outputs]
+        if sizes == earlier and all(now > then for now, then in zip(sizes, before, strict=True)):
+            break
 
 
 def _kill(ranks: list[ForkServerProcess]) -> None:
