@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 INTERVAL = 10.0
 """Seconds between two measurements of the machine."""
+DENSE_SECONDS = 600.0
+"""Seconds of an attempt in which MLflow gets each measurement; later it gets their means."""
+AVERAGED = 6
+"""Number of measurements in a mean. A month of single ones of a host with eight GPUs would be 13
+million rows."""
 FINAL_FLUSH = 60.0
 """Seconds that a finished training waits for MLflow."""
 EXIT_TAG = "megacore.exit_reason"
@@ -162,7 +167,8 @@ class SystemMetrics:
     """MLflow's own measurements of this host, as the metrics `system/…` of a run.
 
     MLflow's monitor ends when the store does not answer, and is then started again. All of its
-    calls are made in threads. An attempt continues the curves of the one before.
+    calls are made in threads. An attempt continues the curves of the one before. After
+    DENSE_SECONDS the values are means, unless MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING is set.
     """
 
     def __init__(self, tracking_uri: str, *, interval: float | None = None) -> None:
@@ -172,6 +178,7 @@ class SystemMetrics:
         self._monitor: SystemMetricsMonitor | None = None
         self._starter: threading.Thread | None = None
         self._due = 0.0
+        self._begun = time.monotonic()
         # What it logs about an outage could contain the store's password.
         logging.getLogger(_LOGGER).setLevel(logging.CRITICAL)
 
@@ -183,6 +190,8 @@ class SystemMetrics:
 
     def poll(self, run_id: str) -> None:
         """Start the monitor if it does not run, at most once per interval; return at once."""
+        if self._monitor is not None and time.monotonic() > self._begun + DENSE_SECONDS:
+            _average(self._monitor)
         starting = self._starter is not None and self._starter.is_alive()
         if starting or time.monotonic() < self._due or self.measures:
             return
@@ -217,6 +226,14 @@ class SystemMetrics:
             self._starter.join()
         if self._monitor is not None:
             self._monitor.finish()
+
+
+def _average(monitor: "SystemMetricsMonitor") -> None:
+    """Let a monitor send means of AVERAGED measurements, unless the environment has a number."""
+    from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING
+
+    if not MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING.is_set():
+        monitor.samples_before_logging = AVERAGED
 
 
 def _link(tracking: Tracking, run_id: str) -> None:

@@ -444,7 +444,7 @@ class TrackingConfig(Section):
     none."""
     system_metrics: bool = unkeyed(True)
     """If true, MLflow measures CPU, memory, disk, network and GPUs of the flow's host every 10 s
-    while the run trains."""
+    while the run trains. After 10 minutes it stores the mean of each minute."""
     force_alias: bool = unkeyed(False)
     """If true, the alias `candidate` moves to the published version, even if the test metric of
     another version is better."""

@@ -9,7 +9,7 @@ import pytest
 
 from megacore.config import RunConfig
 from megacore.errors import PreemptedError, RankLostError, TrainingStoppedError
-from tasks._live_run import LiveRun, SystemMetrics, exit_reason
+from tasks._live_run import AVERAGED, LiveRun, SystemMetrics, exit_reason
 from tasks._mlflow import RunFacts, Tracking, ensure_run
 from tasks._mlflow_events import Forwarder
 from tests._limits import HANG
@@ -71,6 +71,27 @@ def test_unavailable_store_delays_nothing(tmp_path: Path) -> None:
     metrics.stop()
     assert time.monotonic() - started < 60, "MLflow tries for minutes"
     assert not metrics.measures
+
+
+@pytest.mark.parametrize(("variable", "expected"), [(None, AVERAGED), ("2", 2)])
+def test_a_long_attempt_sends_means(
+    tracking: Tracking,
+    run_id: str,
+    variable: str | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", variable)
+    metrics = SystemMetrics(tracking.uri, interval=0.05)
+    poll_until(lambda: metrics.measures, metrics, run_id)
+    monitor = metrics._monitor
+    assert monitor is not None
+    assert monitor.samples_before_logging == int(variable or 1)
+    monkeypatch.setattr("tasks._live_run.DENSE_SECONDS", 0.0)
+    metrics.poll(run_id)
+    assert monitor.samples_before_logging == expected
+    metrics.stop()
 
 
 @pytest.mark.parametrize("system_metrics", [True, False])
