@@ -8,7 +8,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
-from megacore.artifact.manifest import file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.checkpoint.spec import check_same_model, read_spec
@@ -19,10 +19,12 @@ from megacore.config.difference import (
     changed_warmup,
     check_resume,
     compare_configurations,
+    compare_finetunings,
     described,
 )
 from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError, ConfigError, FileAccessError
+from megacore.jobs.finetune import FinetuneJob
 from megacore.paths import glob, is_file
 
 if TYPE_CHECKING:
@@ -195,6 +197,50 @@ def warn_of_other_data(config: RunConfig, directory: Path) -> None:
         )
 
 
+def warn_of_unfinished(job: FinetuneJob) -> None:
+    """Warn about a new fine-tuning if another one of the same name has not ended.
+
+    A fine-tuning resumes only with the same values, ranks, precision, model and samples. Without
+    the warning, a user who meant to resume would start from the beginning.
+    """
+    directory = Path(job.run_directory)
+    if complete_checkpoints(directory / CHECKPOINTS_NAME):
+        return
+    newest: tuple[float, Path, dict[str, Any]] | None = None
+    for path in glob(directory.parent, "*/run.json"):
+        try:
+            started, saved = path.stat().st_mtime, read_json(path)
+            same_name = saved["config"]["name"] == job.config.name
+        except (FileAccessError, OSError, ValueError, KeyError, TypeError):
+            continue  # it was deleted meanwhile, or is damaged
+        checkpoints = complete_checkpoints(path.parent / CHECKPOINTS_NAME)
+        ended = is_file(path.with_name(MANIFEST_NAME))
+        if same_name and checkpoints and not ended and (newest is None or started > newest[0]):
+            newest = started, max(checkpoints), saved
+    if newest is None:
+        return
+    _, checkpoint, saved = newest
+    changes = compare_finetunings(saved["config"], job.config)
+    changes += [
+        Change(name, saved.get(name), value, keyed=True)
+        for name, value in (("ranks", job.ranks), ("precision", job.precision))
+        if saved.get(name) != value
+    ]
+    reason = (
+        f"it differs from that of {checkpoint}, which has not ended ({_shown(changes)}); with the "
+        "earlier values that one resumes"
+        if changes
+        else f"that of {checkpoint}, which has not ended, has the same configuration, but another "
+        "initial model or other samples"
+    )
+    get_run_logger().warning("this is a new run: %s", reason)
+
+
+def _shown(changes: list[Change]) -> str:
+    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return described(changes[:_SHOWN]) + more
+
+
 def _resume_advice(
     config: RunConfig, checkpoint: Path, keyed: list[Change], origin: str | None
 ) -> str:
@@ -204,10 +250,7 @@ def _resume_advice(
             f"the last one of the same name resumed from {origin}; to continue it, set "
             "resume.checkpoint to that"
         )
-    differences = described(keyed[:_SHOWN]) + (
-        f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else ""
-    )
-    differs = f"it differs from the last one of the same name ({differences})"
+    differs = f"it differs from the last one of the same name ({_shown(keyed)})"
     if not _has_this_model(checkpoint, config):
         return f"{differs}, whose checkpoints are of another model"
     if any(change.field == OPTIMIZER for change in keyed):

@@ -26,6 +26,7 @@ from tasks._doctor import check_hosts
 from tasks._live_run import watched
 from tasks._mlflow import STORE_ERRORS, Dataset, RunFacts
 from tasks._parent import noted_parent, parent_of
+from tasks._resume import warn_of_unfinished
 from tasks._retry import attempt, may_retry
 
 SEALED = "best/**/*"
@@ -96,6 +97,7 @@ def _run(
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     job = finetune_job(config, directory, pretrained, examples)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
+    warn_of_unfinished(job)
     check_hosts(job)
     facts = run_facts(config, directory.name, examples, _parent_tags(config, pretrained))
     with watched(job, facts, None, "fine-tuning") as poll:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from megacore.config.base import PretrainStage, Stage, as_yaml
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import Declaration, declaration
 from megacore.config.run import RunConfig, with_current_names
 from megacore.errors import CheckpointError, ConfigError
@@ -33,6 +34,9 @@ _LATER: frozenset[Stage] = frozenset(
     ["search", "contamination", "evaluate", "zeroshot", "convert", "lm-eval", "publish", "push"]
 )
 """Stages whose values do not affect the training. What a search finds may, by `decontaminate`."""
+_PRETRAINING: frozenset[Stage] = frozenset(get_args(PretrainStage))
+_FINETUNING: frozenset[Stage] = frozenset(["pretrained", "dataset", "examples", "finetune"])
+"""Stages of a fine-tuning and of its inputs."""
 OPTIMIZER = "optim.name"
 """Value that no override allows to change, because each optimizer has other state."""
 _OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
@@ -119,6 +123,27 @@ def differing_values(
             change = Change(field, old_value, new_value, bool(stages & _TRAINING))
             result.append((change, stages))
     return result
+
+
+def compare_finetunings(before: Mapping[str, Any], now: FinetuneConfig) -> list[Change]:
+    """Return the changes since `before`, a configuration as JSON, that make another run, by name.
+
+    Credentials are left out.
+    """
+    old, new = (
+        dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json"))
+    )
+    changes = [
+        Change(field, old.get(field, _ABSENT), new.get(field, _ABSENT), keyed=True)
+        for field in sorted(old.keys() | new.keys())
+        if _stages(now, field, _FINETUNING)[0]
+    ]
+    return [
+        change
+        for change in changes
+        if change.before != change.now
+        and not (change.before == _ABSENT and change.now == _default(now, change.field))
+    ]
 
 
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
@@ -223,8 +248,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[Stage]]:
+def _stages(
+    config: BaseModel, field: str, flow: frozenset[Stage] = _PRETRAINING
+) -> tuple[frozenset[Stage], frozenset[Stage]]:
     """Return the stages whose keys a value enters, and those of the nearest section around it.
+
+    Only stages of `flow` count.
 
     A value below a null and a field that no longer exists are treated like their section. If the
     section names no stage, they count as part of every key.
@@ -235,20 +264,17 @@ def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[
     for name in field.split("."):
         if not isinstance(section, BaseModel) or name not in type(section).model_fields:
             break
-        section_stages = _pretraining(declared) or section_stages
+        section_stages = _stages_of(declared) & flow or section_stages
         declared = declaration(type(section), name, declared)
         section = getattr(section, name)
-    stages = frozenset(get_args(PretrainStage)) if declared is None else _pretraining(declared)
-    return stages, section_stages
+    return (flow if declared is None else _stages_of(declared) & flow), section_stages
 
 
-def _pretraining(declared: Declaration | None) -> frozenset[Stage]:
-    return (
-        frozenset() if declared is None else declared.stages.intersection(get_args(PretrainStage))
-    )
+def _stages_of(declared: Declaration | None) -> frozenset[Stage]:
+    return frozenset() if declared is None else declared.stages
 
 
-def _default(config: RunConfig, field: str) -> Any:
+def _default(config: BaseModel, field: str) -> Any:
     """Return the default of a dotted name, or an object that equals nothing if there is none."""
     section: Any = config
     *sections, last = field.split(".")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,17 @@ from megacore.checkpoint.format import Marker, complete_checkpoints
 from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
+from megacore.jobs.finetune import FinetuneJob
 from tasks import _resume, train
-from tasks._resume import check_resumed, warn_of_other_data, warn_of_other_runs
+from tasks._resume import (
+    check_resumed,
+    warn_of_other_data,
+    warn_of_other_runs,
+    warn_of_unfinished,
+)
 from tasks.index import RunData
 from tasks.train import run_key, train_key
+from tests.finetune._tiny_models import tiny_config
 from tests.tasks.conftest import make_config
 
 INPUT = Artifact(stage="tokenize", key="ab" * 8, path="somewhere", digest="f" * 64, counts={})
@@ -203,3 +211,48 @@ def test_new_run_with_the_same_configuration_on_other_data_warns(
     checkpoint(runs / "new" / "checkpoints" / "iter_0000001", longer, 1)
     warn_of_other_data(longer, runs / "new")
     assert log.text == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "expected"),
+    [
+        ({}, 1, "ranks: 2 -> 1"),
+        ({"optim": {"lr": 0.5}}, 2, "optim.lr: .* -> 0.5"),
+        ({"tracking": {"experiment": "other"}}, 2, "has the same configuration, but another"),
+    ],
+)
+def test_a_new_fine_tuning_names_the_unfinished_one(
+    changes: dict[str, Any],
+    ranks: int,
+    expected: str,
+    tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    def job(name: str, ranks: int, **sections: Any) -> FinetuneJob:
+        return FinetuneJob(
+            config=tiny_config("model", Path("data"), "classification", **sections),
+            pretrained_directory="",
+            examples_directory="",
+            run_directory=str(tmp_path / name),
+            exit_directory="",
+            ranks=ranks,
+            threads_per_rank=1,
+            precision="fp32",
+        )
+
+    earlier, new = job("earlier", 2), job("new", ranks, **changes)
+    (tmp_path / "earlier").mkdir()
+    earlier.write(tmp_path / "earlier" / "run.json")
+    warn_of_unfinished(new)
+    assert log.text == "", "it has no checkpoint"
+    saved = tmp_path / "earlier" / "checkpoints" / "iter_0000005"
+    saved.mkdir(parents=True)
+    Marker(5, None, {}).write(saved)
+    warn_of_unfinished(earlier)
+    assert log.text == "", "it resumes"
+    warn_of_unfinished(new)
+    assert re.search(f"this is a new run: .*{saved}, which has not ended.*{expected}", log.text)
+    log.clear()
+    (tmp_path / "earlier" / "manifest.json").write_text("{}", encoding="utf-8")
+    warn_of_unfinished(new)
+    assert log.text == "", "the earlier one has ended"
