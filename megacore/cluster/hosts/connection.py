@@ -25,6 +25,8 @@ from megacore.launch.rank_table import StateReport
 AGENT = "megacore.cluster.hosts.agent"
 _NEEDED = ("PYTHONPATH",)
 """Variables that an agent needs to import this package, before any message arrives."""
+_END_SECONDS = 5.0
+"""Seconds between the end of the messages of ssh or the agent and the end of its process."""
 _QUOTED = 300
 """Number of characters of stderr that an error message quotes."""
 
@@ -92,7 +94,7 @@ class Connection:
     def why_it_ended(self) -> str:
         """Return the reason why the connection ended, for an error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
+            self.process.wait(timeout=_END_SECONDS)
         self.read_errors()
         code, quoted = self.process.poll(), f": {self.last_output}" if self.last_output else ""
         if not self.here and code == SSH_FAILED:
@@ -108,6 +110,8 @@ class Connection:
             )
         if code == 0:
             return f"its agent ended, as it does when it hears nothing from this machine{quoted}"
+        if code is None:
+            return f"its {'agent' if self.here else 'ssh'} closed the connection{quoted}"
         return f"its agent ended with code {code}{quoted}"
 
     def close(self) -> None:

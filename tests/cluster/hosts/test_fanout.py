@@ -278,6 +278,15 @@ def test_host_with_an_invalid_agent_is_named(
         run(hosts, tmp_path, "quick", hosts={"strange": 1})
 
 
+def test_an_ssh_that_only_closes_the_connection_is_named(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.cluster.hosts.connection._END_SECONDS", 0.1)
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 600 >&-")
+    with pytest.raises(LaunchError, match="strange cannot take part: its ssh closed the connec"):
+        run(hosts, tmp_path, "quick", hosts={"strange": 1})
+
+
 def test_end_of_processes_on_a_lost_host_has_a_time_limit(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
