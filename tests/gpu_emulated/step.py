@@ -35,8 +35,9 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 50257
     memory: bool = False
-    """True to track the memory, which takes more time, and, without a pipeline, to leave out the
-    first iteration."""
+    """True to track the memory, which takes more time."""
+    one_iteration: bool = False
+    """True to run only one iteration if there is no pipeline."""
     iterations_only: bool = False
     """True to leave out the evaluation and the save."""
     compiled: bool = False
@@ -64,7 +65,7 @@ class Communication:
 
 @dataclass
 class Record:
-    """Work of a rank in its second iteration, an evaluation and a save."""
+    """Work of a rank in its last iteration, an evaluation and a save."""
 
     copies: list[str] = field(default_factory=list)
     """Copies from the host to the GPU that wait for it, with their places."""
@@ -114,7 +115,7 @@ class Record:
 def run(case: Case) -> Record:
     """Build the engine, run two iterations, an evaluation and the copy of a save.
 
-    The record is of the second iteration and what follows it. With CUDA graphs it is of the one
+    The record is of the last iteration and what follows it. With CUDA graphs it is of the one
     after the capture, and of the capture.
     """
     record = Record()
@@ -124,7 +125,10 @@ def run(case: Case) -> Record:
         graphs = inductor.generated(case.capability, record.binaries, record.failures)
     with graphs, _built(case, tracker) as (config, engine, mesh):
         record.kernels = dict(engine.kernels)
-        _iterate(config, engine, mesh, record, tracker)
+        one_iteration = case.one_iteration and mesh.pipeline_parallel.size == 1
+        _iterate(config, engine, mesh, record, one_iteration=one_iteration)
+        if tracker is not None:
+            record.peak_bytes = tracker.peak
         if not case.iterations_only:
             _evaluate(config, engine, mesh, record)
             _save(engine, record)
@@ -209,7 +213,9 @@ def _built(case: Case, tracker: Any = None) -> Iterator[tuple[Any, Any, Any]]:
         yield config, engine, mesh
 
 
-def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) -> None:
+def _iterate(
+    config: Any, engine: Any, mesh: Any, record: Record, *, one_iteration: bool = False
+) -> None:
     from megacore.data.sampler import PrefetchingIterator
     from megacore.engine.cuda_graph import WARM_UP
     from megacore.train.loss_check import LossCheck
@@ -226,9 +232,7 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
     # with graphs: at least one micro batch each, then the capture
-    # without a pipeline, the first iteration needs as much memory as others
-    only_first = tracker is not None and mesh.pipeline_parallel.size == 1
-    before = 0 if only_first else WARM_UP + 1 if config.train.cuda_graphs else 1
+    before = 0 if one_iteration else WARM_UP + 1 if config.train.cuda_graphs else 1
     with PrefetchingIterator(read, stepper.upcoming(state, before + 1)) as batches:
         with watch(Record()) if config.train.cuda_graphs else contextlib.nullcontext():
             for _ in range(before):
@@ -240,8 +244,6 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
             engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
     record.events, record.replays = fake_cuda.Event.made, fake_cuda.Graph.replays
-    if tracker is not None:
-        record.peak_bytes = tracker.peak
 
 
 def _counted(forward_backward: Any, operations: list[int], record: Record) -> Any:

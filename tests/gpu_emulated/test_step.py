@@ -230,6 +230,7 @@ DEPTHS = {
             "train.global_batch_size": _config(conf).train.micro_batch_size,
         },
         vocab_size=_vocab_size(conf),
+        one_iteration=True,
         iterations_only=True,
     )
     for conf in CONFS
@@ -281,6 +282,7 @@ def _divided(
         | overrides,
         _vocab_size(conf),
         memory=True,
+        one_iteration=True,  # which needs as much memory as others
         iterations_only=True,
     )
 
