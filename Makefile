@@ -46,7 +46,7 @@ venv: $(STAMP)  ## Create .venv and install everything into it (TORCH='torch==2.
 $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
 
-test: $(STAMP)  ## Run the fast tests, 9 to 23 minutes on two cores (ARGS="-k name" for some, JOBS=4)
+test: $(STAMP)  ## Run the fast tests, 9 to 27 minutes on two cores (ARGS="-k name" for some, JOBS=4)
 	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
 
 # Three at a time, on any machine: most of these start several processes, some with time limits; many wait.

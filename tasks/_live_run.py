@@ -38,8 +38,8 @@ INTERVAL = 10.0
 DENSE_SECONDS = 600.0
 """Seconds of an attempt in which MLflow gets each measurement; later it gets their means."""
 AVERAGED = 6
-"""Number of measurements in a mean. A month of single ones of a host with eight GPUs would be 13
-million rows."""
+"""Number of measurements in a mean. A month of single ones of 48 values, those of a host with eight
+GPUs, would be 12 million rows."""
 FINAL_FLUSH = 60.0
 """Seconds that a finished training waits for MLflow."""
 EXIT_TAG = "megacore.exit_reason"
