@@ -49,11 +49,13 @@ $(STAMP): $(INSTALL_INPUTS)
 test: $(STAMP)  ## Run the fast tests, 9 to 27 minutes on two cores (ARGS="-k name" for some, JOBS=4)
 	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
 
-# Three at a time, on any machine: most of these start several processes, some with time limits; many wait.
+# Three at a time, on any machine: most of these start several processes, and many wait.
 test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
 	$(PYTEST) --numprocesses 3 -m slow $(ARGS) $(NONE_ALLOWED)
 
-test-all: test test-slow  ## Run all tests
+# One session starts each worker's Prefect server, and prepares what fast and slow tests share, only once.
+test-all: $(STAMP)  ## Run all tests
+	$(PYTEST) --numprocesses 3 $(ARGS)
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)

@@ -16,6 +16,7 @@ from megacore.artifact.build import lock_file
 from megacore.launch import supervise as real
 from megacore.launch.failure import Attempt
 from megacore.launch.watch import KillCounter
+from megacore.observe.heartbeat import read_heartbeats
 from tests._limits import HANG
 
 _POLL = 0.05
@@ -60,12 +61,14 @@ def supervise(
     rank = context.Process(
         target=_run, args=(module, arguments, os.environ | env, os.getcwd(), log), daemon=True
     )
-    deadline = time.monotonic() + HANG
+    deadline, changes = time.monotonic() + HANG, -1
     rank.start()
     try:
         while rank.is_alive():
             on_poll()
-            assert time.monotonic() < deadline, f"{module} did not end within {HANG:.0f} s"
+            if (now := sum(beat.changes for beat in read_heartbeats(exit_directory))) != changes:
+                changes, deadline = now, time.monotonic() + HANG
+            assert time.monotonic() < deadline, f"{module} has not beaten for {HANG:.0f} s"
             rank.join(_POLL)
     finally:
         rank.kill()

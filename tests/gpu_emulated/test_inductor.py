@@ -29,7 +29,7 @@ CASES = {
         capability=capability,
     )
     for name, case in COMPILED.items()
-    for capability in ((80, 90) if case.conf in ("gpt2-345m", "llama-1b") else (90,))
+    for capability in ((80, 90) if case.conf == "llama-1b" else (90,))
 }
 
 _MASKS = {

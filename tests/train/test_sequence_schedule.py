@@ -178,12 +178,18 @@ def test_compiled_layers_give_the_same_bits_after_a_resume(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
-    compiled = {"compile": "on"}
-    _runs.train(until(ITERATIONS, train=compiled), data, tmp_path / "whole")
+    last = 4
+    schedule = [{"samples": first, "seq_length": length} for first, length in ((0, 8), (16, 16))]
+
+    def train(train_iters: int, directory: Path, attempt: int = 1) -> None:
+        torch._dynamo.reset()
+        compiled = {"compile": "on", "eval_interval": last}
+        run = until(train_iters, data={"seq_length_schedule": schedule}, train=compiled)
+        _runs.train(run, data, directory, attempt=attempt)
+
+    train(last, tmp_path / "whole")
     (start,) = _runs.events(tmp_path / "whole", "start")
     assert start["kernels"]["layers"] == "torch.compile of each layer"
-    torch._dynamo.reset()
-    _runs.train(until(3, train=compiled), data, tmp_path / "resumed")
-    torch._dynamo.reset()
-    _runs.train(until(ITERATIONS, train=compiled), data, tmp_path / "resumed", attempt=2)
-    assert_same_run(tmp_path / "whole", tmp_path / "resumed", ITERATIONS)
+    train(3, tmp_path / "resumed")
+    train(last, tmp_path / "resumed", attempt=2)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", last)
