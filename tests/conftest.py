@@ -285,6 +285,23 @@ def empty_store(
 
 
 @pytest.fixture(scope="session")
+def prefect_database(
+    computed_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Provide a prefect.db with tables and without content; creating it takes many seconds."""
+    from tests._prefect import write_database
+
+    def create() -> bytes:
+        path = tmp_path_factory.mktemp("new-prefect") / "prefect.db"
+        write_database(path)
+        return path.read_bytes()
+
+    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
+    database.write_bytes(computed_once("prefect-database", create))
+    return database
+
+
+@pytest.fixture(scope="session")
 def one_rank() -> list[dict[str, Any]]:
     """Return the results of a single rank, by case of `tests/_tensor_ranks.py`."""
     from tests import _tensor_ranks

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests._limits import HANG
+from tests._prefect import prefect_harness
 
 if TYPE_CHECKING:
     from tasks._stage_runner import StageRunner
@@ -136,7 +136,9 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def workspace(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(
+    empty_store: Path, prefect_database: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Provide a workspace with Prefect's temporary server and results in it."""
     root = tmp_path_factory.mktemp("workspace")
     from prefect.settings import (
@@ -144,7 +146,6 @@ def workspace(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         PREFECT_SERVER_ANALYTICS_ENABLED,
         temporary_settings,
     )
-    from prefect.testing.utilities import prefect_test_harness
 
     settings = {
         PREFECT_LOCAL_STORAGE_PATH: root / "prefect" / "results",
@@ -153,7 +154,7 @@ def workspace(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with (
         use_workspace(root, empty_store),
         temporary_settings(settings),
-        prefect_test_harness(server_startup_timeout=int(HANG)),
+        prefect_harness(prefect_database),
     ):
         yield root
 

@@ -105,11 +105,14 @@ def kill_flow(clone: Clone) -> None:
 
 
 @pytest.fixture(scope="module")
-def team(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+def team(
+    empty_store: Path, prefect_database: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Team]:
     clone = Clone(tmp_path_factory.mktemp("team"))
     clone.deploy_only("gpt2-tiny", FIRST)
-    clone.workspace.mkdir(exist_ok=True)
+    (clone.workspace / "prefect").mkdir(parents=True, exist_ok=True)
     shutil.copy(empty_store, clone.workspace / "mlflow.db")
+    shutil.copy(prefect_database, clone.workspace / "prefect" / "prefect.db")
     write_corpus(clone.root / "corpus")
     config = tiny_config(clone.root / "corpus")
     config["train"] |= {"train_iters": ITERATIONS[-1], "log_interval": 20, "eval_interval": 60}

@@ -1,7 +1,8 @@
-"""Program `python -m tests.hosts._flow CONF OVERRIDES …`.
+"""Program `python -m tests.hosts._flow DATABASE CONF OVERRIDES …`.
 
 Runs the flow `pretrain` on a host, once for each set of overrides (JSON), with a Prefect server in
-this process. Between two flows the trained run is moved away, so that each flow trains.
+this process that has a copy of the database. Between two flows the trained run is moved away, so
+that each flow trains.
 """
 
 import json
@@ -14,19 +15,18 @@ from prefect.settings import (
     PREFECT_SERVER_ANALYTICS_ENABLED,
     temporary_settings,
 )
-from prefect.testing.utilities import prefect_test_harness
 
-from tests._limits import HANG
+from tests._prefect import prefect_harness
 
 
 def main() -> None:
     workspace = Path(os.environ["MEGACORE_WORKSPACE"])
-    conf, *overrides = sys.argv[1:]
+    database, conf, *overrides = sys.argv[1:]
     settings = {
         PREFECT_LOCAL_STORAGE_PATH: workspace / "prefect",
         PREFECT_SERVER_ANALYTICS_ENABLED: False,
     }
-    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=int(HANG)):
+    with temporary_settings(settings), prefect_harness(Path(database)):
         from flows.pretrain import pretrain
 
         for number, text in enumerate(overrides):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def rig_after_flows(rig: Rig, empty_store: Path) -> Rig:
+def rig_after_flows(rig: Rig, empty_store: Path, prefect_database: Path) -> Rig:
     """Run one flow with each launcher and return the hosts.
 
     The trained runs are in `trained-0` and `trained-1` of host a.
@@ -55,7 +55,8 @@ def rig_after_flows(rig: Rig, empty_store: Path) -> Rig:
         "MLFLOW_TRACKING_URI": f"sqlite:///{rig.workspace / 'mlflow.db'}",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(rig.workspace / "prefect"),
     }
-    words = [sys.executable, "-m", "tests.hosts._flow", str(conf), *overrides]
+    database = shutil.copy(prefect_database, rig.shared / "prefect.db")
+    words = [sys.executable, "-m", "tests.hosts._flow", str(database), str(conf), *overrides]
     result = rig.run("a", words, env=environment, timeout=500)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     return rig

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,8 +110,9 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_temporary_server_answers_after_a_signal_of_the_terminal(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, prefect_database: Path, number: signal.Signals
 ) -> None:
+    shutil.copy(prefect_database, tmp_path / "prefect.db")
     flow = subprocess.Popen(
         [sys.executable, "-c", SERVED_FLOW],
         cwd=ROOT,
