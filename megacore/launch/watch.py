@@ -113,7 +113,7 @@ class RankWatch:
 
     def hold(self) -> None:
         """Restart all limits; the ranks had no hosts to run on until now."""
-        self._began = self._clock()
+        self._began = self._looked = self._clock()
         self._since.clear()
         self._gone.clear()
 

@@ -304,6 +304,7 @@ def test_all_limits_restart_when_a_job_gets_its_hosts(tmp_path: Path) -> None:
     ):
         watched = RankWatch(tmp_path / name, stall_limit=stall_limit, ranks=1, clock=clock)
         assert first_trouble(watched, clock, seconds - 2) is None
+        clock.now += 3600.0  # in the queue
         watched.hold()
         assert first_trouble(watched, clock, seconds - 2) is None
         assert first_trouble(watched, clock, 4) == trouble

@@ -83,11 +83,12 @@ class Follower:
         """
         folder, exit_directory = self._spec.folder, Path(self._spec.exit_directory)
         if earlier := Submission.read(folder):
-            _say(
-                self._spec,
+            detail = (
                 f"an earlier attempt submitted {earlier.job or earlier.token}: it is cancelled if "
-                "it still exists",
+                "it still exists"
             )
+            _say(self._spec, detail)
+            write_launcher_state(exit_directory, "ending", detail)
             self._scheduler.remove(earlier)
             earlier.forget(folder)
         remove_rank_files(exit_directory)

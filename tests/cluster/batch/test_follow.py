@@ -15,6 +15,7 @@ from megacore.cluster.batch.scheduler import End, Look, Submission
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, WorkspaceError
+from megacore.launch.watch import LauncherState, read_launcher_state
 
 
 class RecordingScheduler:
@@ -92,6 +93,23 @@ def test_beat_is_that_of_the_submission_that_was_accepted(spec: BatchSpec) -> No
 
     assert Follower(spec, Again()).follow() == 0
     assert read_json(spec.folder / "follower.json")["token"] == "accepted"
+
+
+def test_no_limit_counts_while_the_job_of_an_earlier_attempt_ends(spec: BatchSpec) -> None:
+    class Removing(RecordingScheduler):
+        state: LauncherState | None = None
+
+        def remove(self, submission: Submission) -> None:
+            self.state = read_launcher_state(Path(spec.exit_directory))
+
+        def look(self) -> Look | None:
+            return Look("running", "COMPLETED", End(0))
+
+    Submission("earlier", "6").write(spec.folder)
+    scheduler = Removing()
+    assert Follower(spec, scheduler).follow() == 0
+    assert scheduler.state is not None
+    assert scheduler.state.state == "ending"
 
 
 def test_refused_submission_removes_the_spec_file(spec: BatchSpec) -> None:
