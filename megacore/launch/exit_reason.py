@@ -8,6 +8,7 @@ supervisor.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -51,8 +52,15 @@ _LOST_PEER = (
     "connection reset by peer",
     "connection refused",
     "connection was likely closed",
+    "connection timed out",
+    "no route to host",
+    "host is down",
+    "network is unreachable",
+    "network is down",
     "broken pipe",
     "timed out waiting",
+    "timed out connecting",
+    "timeout caused pair closure",
     "recvvalue failed",
     "remote process exited or there was a network error",
     "failed to recv",
@@ -176,9 +184,13 @@ def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
     if not exists(path):
         with workspace_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Another host may write its reason now, in a container with the same process id, which
+            # is part of the names of temporary files.
+            own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
             write_json(
-                path, {"error": type(error).__name__, "message": str(error), "time": time.time()}
+                own, {"error": type(error).__name__, "message": str(error), "time": time.time()}
             )
+            os.replace(own, path)
 
 
 def read_launcher_reason(directory: Path | str) -> MegacoreError | None:

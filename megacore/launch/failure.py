@@ -33,8 +33,9 @@ from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
 from megacore.launch.rank_table import RankState, StateReport, furthest_behind, rank_states, table
 from megacore.launch.watch import LOST_LIMIT, KillCounter, Trouble, memory_text
 
-_LOG_BYTES = 1 << 20
-"""Last bytes of a log that are searched: ranks that torch aborts write about 10 KB each."""
+_LOG_BYTES = 1 << 25
+"""Last bytes of a log that are searched: ranks that torch aborts write about 10 KB each, and those
+of all other hosts may do so after the report about the first one."""
 _LOG_LINES = 5
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):(?:\s*\[\d+\]:\s*time\s*:\s*(?P<time>\S+))?.*?rank\s*:"
@@ -293,11 +294,12 @@ def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
     """Return the log lines of each host without the host's name."""
     if not hosts:
         return [text]
-    lines = text.splitlines()
-    return [
-        "\n".join(line.removeprefix(f"{host}: ") for line in lines if line.startswith(f"{host}: "))
-        for host in hosts
-    ]
+    parts: dict[str, list[str]] = {host: [] for host in hosts}
+    for line in text.splitlines():
+        host, _, rest = line.partition(": ")
+        if host in parts:
+            parts[host].append(rest)
+    return ["\n".join(lines) for lines in parts.values()]
 
 
 class _Failure(NamedTuple):

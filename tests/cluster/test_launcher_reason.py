@@ -1,5 +1,6 @@
 """Reports and reasons that a launcher with other hosts writes, and the errors that follow."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,12 @@ from megacore.errors import (
     RankStalledError,
     StageTimeoutError,
 )
-from megacore.launch.exit_reason import read_launcher_reason, write_launcher_reason, write_reason
+from megacore.launch.exit_reason import (
+    LAUNCHER_REASON,
+    read_launcher_reason,
+    write_launcher_reason,
+    write_reason,
+)
 from megacore.launch.failure import Attempt
 from megacore.launch.rank_table import (
     LauncherReport,
@@ -271,11 +277,36 @@ def test_rank_that_a_signal_ended_is_named_among_the_nodes_of_a_batch_job(
     assert who in str(attempt(tmp_path).failed(1))
 
 
+def test_first_rank_is_named_despite_the_output_of_many_that_lost_it(tmp_path: Path) -> None:
+    write_reason(tmp_path, 0, ConnectionResetError("connection reset by peer"))
+    aborted = f"frame #1: {'c10d::ProcessGroupNCCL::Watchdog' * 3}\n" * 100
+    first, last = reports((8, -9)), reports((0, 8), (16, -6))
+    (tmp_path / "log").write_text(f"{first}{aborted * 300}{last}")
+    assert "rank 8 was ended by SIGKILL" in str(attempt(tmp_path).failed(1))
+
+
 def test_ranks_that_the_scheduler_ended_do_not_hide_the_reason_of_a_rank(tmp_path: Path) -> None:
     write_reason(tmp_path, 8, DataFormatError("the shard is damaged"))
     (tmp_path / "log").write_text(reports((8, 3), (0, -15)))
     error = attempt(tmp_path).failed(1)
     assert type(error) is DataFormatError, error
+
+
+def test_two_hosts_may_give_a_reason_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        # On another host, in a container in which the process has the same id.
+        write_launcher_reason(tmp_path, HostLostError("node-2 did not begin, says node-1"))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_launcher_reason(tmp_path, HostLostError("node-2 did not begin, says node-3"))
+    assert str(read_launcher_reason(tmp_path)) == "node-2 did not begin, says node-3"
+    assert [path.name for path in tmp_path.iterdir()] == [LAUNCHER_REASON]
 
 
 def test_memory_exhaustion_reported_by_the_launcher_is_raised(tmp_path: Path) -> None:

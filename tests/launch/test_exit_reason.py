@@ -200,6 +200,14 @@ def test_exit_code_is_unchanged_if_the_reason_cannot_be_written(tmp_path: Path) 
     [
         RuntimeError("[gloo/transport/tcp/pair.cc:532] Connection closed by peer [127.0.0.1]:1234"),
         RuntimeError("Read error [127.0.0.1]: Connection reset by peer"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] Read error [10.0.0.2]: No route to host"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:299] writev [10.0.0.2]: Connection timed out"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:299] writev [10.0.0.2]: Network is unreachable"),
+        RuntimeError(
+            "[gloo/transport/tcp/pair.cc:144] timed out connecting: SO_ERROR: Host is down, "
+            "remote=[10.0.0.2]:1234"
+        ),
+        RuntimeError("Application timeout caused pair closure"),
         ConnectionResetError(104, "Connection reset by peer"),
         dist.DistNetworkError("The client socket has failed"),
         dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
