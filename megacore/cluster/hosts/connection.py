@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from megacore.cluster.hosts.agent import RANK_FILE
 from megacore.cluster.hosts.channel import Channel, Message
 from megacore.cluster.hosts.plan import Plan, endpoint, meeting_addresses, plan_ssh
-from megacore.cluster.hosts.ssh import SSH_FAILED, python
+from megacore.cluster.hosts.ssh import SSH_FAILED, allow_connections, python
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
 from megacore.hardware import check_versions, shared_versions
@@ -139,6 +139,7 @@ class HostSet:
         self._master, second = meeting_addresses(
             self._ssh, self._plan.hosts, self._plan.rdzv_endpoint
         )
+        allow_connections(len(self._plan.hosts))
         hosts, first = list[Connection](), 0
         for number, (name, ranks) in enumerate(self._plan.hosts.items()):
             hosts.append(self._connection(name, number, first, ranks))
@@ -160,7 +161,9 @@ class HostSet:
         try:
             process = start_quietly(command)
         except OSError as error:
-            raise LaunchError(f"cannot start {error.filename}: {error.strerror}") from error
+            raise LaunchError(
+                f"cannot start {command[0]} for host {name}: {error.strerror}"
+            ) from error
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

@@ -4,6 +4,7 @@ The ssh configuration sets port, user and identity.
 """
 
 import json
+import resource
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,9 @@ _ALONE = ("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes")
 """Options for a separate connection: a shared one hangs with the others when a host is lost, and
 outlives the job."""
 _POLL = 0.5
+_FILES_PER_HOST = 6
+"""Open files of a connection, with those of its start and of a second one that ends a lost host."""
+_OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,17 @@ def check_ssh(hosts: Iterable[str]) -> None:
         )
 
 
+def allow_connections(hosts: int) -> None:
+    """Raise this process's limit on open files if as many connections at the same time need it.
+
+    The usual limit of 1,024 suffices for some 300 hosts. It is raised at most to the hard limit.
+    """
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OTHER_FILES + _FILES_PER_HOST * hosts
+    if limit < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, highest), highest))
+
+
 def python(module: str, *arguments: str) -> list[str]:
     """Return the command `python -m module …` with this process's interpreter.
 
@@ -160,6 +175,7 @@ def run_on_hosts(
     this thread ends the connections first. The command and its input may be given for each host;
     secret values belong in `stdin`, not in `words`. A directory of None means the current one.
     """
+    allow_connections(len(hosts))
     calls = _Calls(timeout)
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         futures = []

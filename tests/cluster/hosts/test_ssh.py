@@ -1,5 +1,7 @@
 """Commands on other hosts: input, time limit and interruption."""
 
+import os
+import resource
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -24,6 +26,17 @@ def test_each_host_gets_its_command_and_its_stdin() -> None:
 def test_host_that_exceeds_the_time_limit_has_a_problem() -> None:
     (result,) = run_on_hosts(Ssh(), ["localhost"], ["sleep", "600"], timeout=0.2)
     assert result.problem == "it did not answer in time"
+
+
+def test_more_hosts_than_the_limit_on_open_files_are_reached() -> None:
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, highest))
+    try:
+        results = run_on_hosts(Ssh(), ["localhost"] * 20, ["sleep", "0.5"], timeout=HANG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
+    assert [result.problem for result in results] == [None] * 20
 
 
 def test_interruption_ends_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
