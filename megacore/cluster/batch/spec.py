@@ -183,11 +183,16 @@ class FollowerWatch:
         self._count, self._since = -1, clock()
 
     def lost(self) -> bool:
-        """Read the beat and return True if it has not changed for longer than the limit."""
+        """Read the beat and return True if it has not changed for longer than the limit.
+
+        The time of the reading does not count.
+        """
         now = self._clock()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FileAccessError):
             content = read_json(self._path)
             if content["token"] == self._token and content["count"] != self._count:
                 self._count, self._since = content["count"], now
                 self.save, self.over = self.save or bool(content["save"]), bool(content["over"])
+        # While a file share stands still, the follower cannot write its beat either.
+        self._since += self._clock() - now
         return now - self._since > self._limit

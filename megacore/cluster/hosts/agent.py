@@ -32,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -46,7 +47,7 @@ from megacore.cluster.hosts.network import (
 from megacore.hardware import shared_versions
 from megacore.launch.guard import catches, descendants, end_all, guarded, marked, send_signal
 from megacore.launch.rank_table import rank_states
-from megacore.launch.watch import KillCounter, RankWatch, memory_text
+from megacore.launch.watch import KillCounter, RankWatch, Trouble, memory_text
 from megacore.paths import glob
 
 HEADLESS_GRACE = 5.0
@@ -232,8 +233,8 @@ class HostRanks:
         if self._copies is not None:
             self._clear()
         self.kills = KillCounter()
-        self.watch = RankWatch(
-            self._directory, stall_limit=message["stall_limit"], only=self._numbers
+        self.watch = _Looks(
+            RankWatch(self._directory, stall_limit=message["stall_limit"], only=self._numbers)
         )
         self._looked = time.monotonic()
         self._text = b""
@@ -344,6 +345,30 @@ class HostRanks:
         for path in glob(self._directory, "rank_*"):
             if RANK_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
+
+
+class _Looks:
+    """Checks of a watch in a thread, so that the agent does not wait for the workspace's files.
+
+    Otherwise this host would seem lost while a file server does not answer.
+    """
+
+    def __init__(self, watch: RankWatch) -> None:
+        self._watch = watch
+        self._thread: threading.Thread | None = None
+        self._trouble: Trouble | None = None
+
+    def look(self) -> Trouble | None:
+        """Return the trouble that the last check found, if it has ended, and start the next one."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        trouble = self._trouble
+        self._thread = threading.Thread(target=self._check, name="watch", daemon=True)
+        self._thread.start()
+        return trouble
+
+    def _check(self) -> None:
+        self._trouble = self._watch.look()
 
 
 if __name__ == "__main__":

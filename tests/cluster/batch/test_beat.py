@@ -1,8 +1,10 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megacore.artifact.files import read_json
 from megacore.cluster.batch.spec import INTERVAL, FollowerBeat, FollowerWatch
 
 
@@ -34,6 +36,27 @@ def test_follower_is_lost_only_after_its_beats_stop(tmp_path: Path, clock: Clock
     assert watch.lost()
     beat.beat()
     assert not watch.lost()
+
+
+def test_time_in_which_the_file_share_stands_still_does_not_count(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FollowerBeat(tmp_path, "mine", clock).beat()
+    watch = FollowerWatch(tmp_path, "mine", 10.0, clock)
+    assert not watch.lost()
+
+    def late(path: Path) -> Any:
+        clock.now += 600.0
+        monkeypatch.undo()
+        return read_json(path)
+
+    monkeypatch.setattr("megacore.cluster.batch.spec.read_json", late)
+    clock.now += 0.5
+    assert not watch.lost()
+    clock.now += 0.5  # the follower goes on, too, and has not written its beat yet
+    assert not watch.lost()
+    clock.now += 10.0
+    assert watch.lost()
 
 
 def test_beats_of_another_submission_are_ignored(tmp_path: Path, clock: Clock) -> None:

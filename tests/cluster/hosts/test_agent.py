@@ -239,6 +239,19 @@ def test_stopped_ranks_are_reported_as_trouble_with_their_stacks(head: Head) -> 
     assert "SIGSTOP" in states[3]["stack"]
 
 
+def test_agent_sends_beats_while_it_waits_for_a_file_of_the_workspace(head: Head) -> None:
+    head.prepare()
+    os.mkfifo(head.directory / "exit" / "rank_00099.beat")  # nobody can read it to its end
+    head.start("waits", stall_limit=HANG)
+    pids = head.ranks()
+    for _ in range(5):
+        head.wait_for("beat")
+    head.channel.send("stop", grace=0.0)
+    head.wait_for("end")
+    assert not any(map(alive, pids))
+    assert head.process.wait(timeout=HANG) == 0
+
+
 def test_end_option_kills_only_processes_with_the_mark(head: Head, tmp_path: Path) -> None:
     head.prepare()
     head.start("stubborn")
