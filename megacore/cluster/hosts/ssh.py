@@ -35,6 +35,7 @@ _POLL = 0.5
 _FILES_PER_HOST = 6
 """Open files of a connection, with those of its start and of a second one that ends a lost host."""
 _OTHER_FILES = 256
+"""Open files of the rest of a process."""
 
 
 @dataclass(frozen=True)

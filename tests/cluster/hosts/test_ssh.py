@@ -28,15 +28,18 @@ def test_host_that_exceeds_the_time_limit_has_a_problem() -> None:
     assert result.problem == "it did not answer in time"
 
 
-def test_more_hosts_than_the_limit_on_open_files_are_reached() -> None:
+def test_limit_on_open_files_is_raised_for_many_hosts() -> None:
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, highest))
     try:
-        results = run_on_hosts(Ssh(), ["localhost"] * 20, ["sleep", "0.5"], timeout=HANG)
+        results = run_on_hosts(Ssh(), ["localhost"] * 20, ["true"], timeout=HANG)
+        raised, unchanged = resource.getrlimit(resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
     assert [result.problem for result in results] == [None] * 20
+    assert raised > used + 3 * 20, "each connection has three pipes"
+    assert unchanged == highest
 
 
 def test_interruption_ends_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
