@@ -272,6 +272,8 @@ def _check_devices(launch: LaunchConfig) -> None:
 _MEETING = ".rendezvous-"
 _KEPT_BLOCK = 256 * 2**20
 """Size in bytes below which the process keeps freed blocks."""
+TUNABLES = "GLIBC_TUNABLES"
+"""Variable with the options of glibc, which may be the user's."""
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 """glibc's tunable; 1 asks for transparent huge pages by madvise (glibc 2.35 and newer)."""
 
@@ -337,10 +339,13 @@ def local_deepspeed_command(
     return deepspeed_command(gpus, 0, module, config_path, master=LOOPBACK, port=port)
 
 
-def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:
+def rank_environment(
+    threads: int, *, one_machine: bool = True, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return the environment variables of every rank.
 
-    They set the number of CPU threads, and the loopback interface for a job on one host.
+    They set the number of CPU threads, and the loopback interface for a job on one host. Options of
+    glibc in `environment` are kept.
 
     They also tell glibc to keep large blocks, and to take huge pages where Linux gives them on
     request. It would otherwise return the logits' memory after each step and fault it in again in
@@ -348,7 +353,7 @@ def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str
     libraries ignore these variables.
     """
     count = str(threads)
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    tunables = environment.get(TUNABLES, "")
     if _HUGE_PAGES not in tunables:
         tunables = f"{tunables}:{_HUGE_PAGES}=1".lstrip(":")
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
@@ -360,7 +365,7 @@ def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
         "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BLOCK),
         "MALLOC_TRIM_THRESHOLD_": str(2 * _KEPT_BLOCK),
-        "GLIBC_TUNABLES": tunables,
+        TUNABLES: tunables,
         "PYTHONUNBUFFERED": "1",
         **loopback,
     }

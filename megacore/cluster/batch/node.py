@@ -286,10 +286,9 @@ def _job_of(
     threads = spec.launch.threads_per_rank or max(1, node.cpus // spec.ranks_per_node)
     job_file = _own_job_file(spec, node, threads)
     single = meeting is None
-    environment = {
-        **spec.environment,
-        **rank_environment(threads, one_machine=single),
-    }
+    environment = spec.environment | rank_environment(
+        threads, one_machine=single, environment=os.environ | spec.environment
+    )
     if meeting is None:
         return local_torchrun_command(spec.module, job_file, spec.ranks_per_node), environment
     hosts = dict.fromkeys(node.names, spec.ranks_per_node)

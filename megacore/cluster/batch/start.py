@@ -92,7 +92,10 @@ def show_batch(
 def _specification(
     launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str]
 ) -> BatchSpec:
-    passed = forwarded(os.environ, launch.forward_env, env_file_of(launch.env_file))
+    from megacore.cluster.start import TUNABLES
+
+    names = (*launch.forward_env, TUNABLES)
+    passed = forwarded(os.environ, names, env_file_of(launch.env_file))
     passed.pop(JOB_VARIABLE, None)
     job_file = job_file.absolute()
     return BatchSpec(

@@ -14,7 +14,7 @@ import pytest
 
 from megacore.cluster.batch import node as node_module
 from megacore.cluster.batch.meeting import Meeting
-from megacore.cluster.batch.node import JobNode, _interfaces, _taking_part
+from megacore.cluster.batch.node import JobNode, _interfaces, _job_of, _taking_part
 from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
@@ -176,6 +176,18 @@ def test_largest_number_of_hosts_that_divides_the_batch_takes_part(tmp_path: Pat
     odd = run.launch.model_copy(update={"nnodes": "3:4"})
     with pytest.raises(ParallelLayoutError, match="no number of machines from 3 to 3 gives"):
         _taking_part(batch_spec.model_copy(update={"launch": odd}), job_node(3))
+
+
+def test_the_users_tunables_of_glibc_are_kept(tmp_path: Path) -> None:
+    batch_spec = spec(tmp_path).model_copy(
+        update={"environment": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}}
+    )
+    RankJob(exit_directory=batch_spec.exit_directory, ranks=9, threads_per_rank=9).write(
+        Path(batch_spec.job_file)
+    )
+    batch_spec.write()
+    _, variables = _job_of(batch_spec, job_node(1), None)
+    assert variables["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
 
 
 def test_interface_is_from_environment_setting_or_route(

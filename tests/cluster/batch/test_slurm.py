@@ -489,6 +489,7 @@ def test_start_batch_writes_the_spec_of_the_follower(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     monkeypatch.setenv("HF_TOKEN", "secret")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=1\n")
     job = RankJob(exit_directory="exit", ranks=8, threads_per_rank=1)
@@ -503,6 +504,7 @@ def test_start_batch_writes_the_spec_of_the_follower(
     assert {
         "NCCL_DEBUG": "INFO",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
         "FROM_FILE": "1",
         "OWN": "2",
     }.items() <= written.environment.items()
