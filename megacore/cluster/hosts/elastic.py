@@ -1,12 +1,13 @@
 """Choice of an attempt's hosts: all of the hostfile or, in an elastic run, those that are fit."""
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from megacore.cluster.hosts.hardware import ANSWER_LIMIT
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python, run_on_hosts
-from megacore.config.hostfile import hosts_of, slots_of
+from megacore.config.hostfile import hosts_of, is_this_machine, slots_of
 from megacore.config.run import RunConfig
 from megacore.errors import HostLostError, LaunchError
 from megacore.plan.layouts import dividing_hosts
@@ -34,9 +35,10 @@ def choose_hosts(
     if launch.hostfile is None or not launch.elastic:
         return hosts_of(launch)
     minimum, maximum = launch.node_range or (1, 1)
-    listed = {host: len(slots) for host, slots in slots_of(launch, limited=False).items()}
+    slots = slots_of(launch, limited=False)
+    listed = {host: len(numbers) for host, numbers in slots.items()}
     check_ssh(listed)
-    unfit = _unfit(Ssh.of(launch), listed)
+    unfit = _unfit(Ssh.of(launch), slots)
     fit = [host for host in listed if host not in unfit]
     missing = "; ".join(f"{host}: {why}" for host, why in unfit.items())
     if len(fit) < minimum:
@@ -65,7 +67,7 @@ def choose_hosts(
     return chosen
 
 
-def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
+def _unfit(ssh: Ssh, slots: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Return the hosts that do not answer, or lost a GPU, each with the reason.
 
     The driver no longer shows a GPU that fell off the bus, also on this host, where a new process
@@ -80,9 +82,17 @@ def _unfit(ssh: Ssh, slots: Mapping[str, int]) -> dict[str, str]:
             with suppress(KeyError, TypeError, ValueError):  # the start names it
                 gpus[result.host] = len(result.answer()["gpus"])
     if any(gpus.values()):
+        usable = {host: _usable(host, slots[host], count) for host, count in gpus.items()}
         unfit |= {
-            host: f"{count} of the GPUs of its {slots[host]} slots can be used"
-            for host, count in gpus.items()
-            if count < slots[host]
+            host: f"{count} of the GPUs of its {len(slots[host])} slots can be used"
+            for host, count in usable.items()
+            if count < len(slots[host])
         }
     return unfit
+
+
+def _usable(host: str, slots: Sequence[int], gpus: int) -> int:
+    """Return how many of a host's slots have a GPU if it shows `gpus`, which it counts from 0."""
+    if is_this_machine(host) and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return gpus  # only those of the variable, whatever their numbers
+    return sum(slot < gpus for slot in slots)

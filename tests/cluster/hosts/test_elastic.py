@@ -97,6 +97,30 @@ def test_this_host_is_left_out_too_if_it_lost_a_gpu(
     assert choose_hosts(_runs.config(launch=launch)) == {"worker-1": 2}
 
 
+def test_host_without_a_gpu_of_the_selected_slots_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"{here} slots=3\nworker-1 slots=3\n")
+    launch = {
+        "hostfile": str(tmp_path / "hosts"),
+        "include": (f"{here}:1,2", "worker-1:1,2"),
+        "nnodes": "1:2",
+        "nproc_per_node": "auto",
+    }
+
+    def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
+        line = json.dumps({"gpus": [{"name": "H100"}] * 2})  # the third one is lost
+        return [HostResult(host, 0, line.encode(), "") for host in hosts]
+
+    monkeypatch.setattr(elastic, "run_on_hosts", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")  # here it is not, and two are visible
+    assert choose_hosts(_runs.config(launch=launch)) == {here: 2}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(LaunchError, match="worker-1: 1 of the GPUs of its 2 slots can be used"):
+        choose_hosts(_runs.config(launch=launch))
+
+
 def test_number_of_chosen_hosts_divides_the_batch(tmp_path: Path, silent: set[str]) -> None:
     # A batch of 8 in micro batches of 2 is not divisible among 3 ranks.
     assert choose(tmp_path, "1:4") == {f"worker-{number}": 1 for number in range(1, 5)}
