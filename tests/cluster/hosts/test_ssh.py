@@ -28,9 +28,10 @@ def test_host_that_exceeds_the_time_limit_has_a_problem() -> None:
     assert result.problem == "it did not answer in time"
 
 
-def test_limit_on_open_files_is_raised_for_many_hosts() -> None:
+def test_limit_on_open_files_is_raised_for_many_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd")))
+    monkeypatch.setattr(ssh, "_OTHER_FILES", used)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, highest))
     try:
         results = run_on_hosts(Ssh(), ["localhost"] * 20, ["true"], timeout=HANG)
