@@ -94,6 +94,7 @@ def open_neox(directory: Path) -> Foreign:
     remarks = [*tensors.remarks]
     if layers.parts(0, "word_embeddings.weight")[0].dtype != torch.float32:
         remarks.append(HALF_PRECISION)
+    remarks += _version_remarks(spec, settings)
     remarks.append(
         "the files do not say how many rows of the padded vocabulary are tokens: all of them count "
         "as such"
@@ -101,6 +102,23 @@ def open_neox(directory: Path) -> Foreign:
     files = (*paths, *layers.files)
     iteration = _iteration(saved, where)
     return Foreign("neox", "GPT-NeoX gpt", spec, tensors, files, iteration, tuple(remarks))
+
+
+def _version_remarks(spec: ModelSpec, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what earlier versions of GPT-NeoX, which the files do not name, computed otherwise."""
+    model = spec.model
+    if model.query_groups != model.num_attention_heads:
+        yield (
+            "GPT-NeoX before 14 November 2024 (commit 96c242e) ordered the rows of queries, keys "
+            "and values with num_kv_heads otherwise, and the files do not name their version: if "
+            "an earlier one trained this model, it computes something else here"
+        )
+    if settings.get("norm") == "rmsnorm" and not settings.get("rmsnorm_fusion"):
+        yield (
+            "GPT-NeoX before 9 May 2025 (commit 4c9f108) added rms_norm_epsilon to the root of the "
+            "mean square, not to the mean square, and the files do not name their version: if an "
+            "earlier one trained this model, small inputs of norms are scaled otherwise here"
+        )
 
 
 def _settings(paths: Sequence[Path], where: Path) -> dict[str, Any]:

@@ -65,6 +65,17 @@ def test_llama_is_read(tmp_path: Path, size: int, groups: int, legacy: bool) -> 
     check_logits(tmp_path, model)
 
 
+@pytest.mark.parametrize(("groups", "fused"), [(2, False), (4, True)])
+def test_what_earlier_versions_computed_otherwise_is_remarked(
+    tmp_path: Path, groups: int, fused: bool
+) -> None:
+    settings = llama_settings(**{"num-kv-heads": groups, "rmsnorm_fusion": fused})
+    write_neox(tmp_path, llama_layers(llama_model(groups), 1), settings)
+    remarks = " ".join(open_neox(tmp_path).remarks)
+    assert ("ordered the rows of queries, keys and values" in remarks) == (groups < 4)
+    assert ("added rms_norm_epsilon to the root" in remarks) == (not fused)
+
+
 def refusal(root: Path, error: type[MegacoreError] = CheckpointError) -> str:
     """Return the sentence with which an import is refused; nothing may be left behind."""
     with pytest.raises(error) as caught:
