@@ -13,7 +13,7 @@ from megacore.errors import CheckpointError
 
 MODEL_KEY = "model"
 """Key of the checkpoint's state: the model, as JSON."""
-_RESOLVED = {
+RESOLVED = {
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn_size",
@@ -21,7 +21,7 @@ _RESOLVED = {
     "query_pre_attn_scalar": "attention_scalar",
 }
 """Fields that may be unset, with the property that gives the effective value."""
-_FREE = frozenset(
+FREE = frozenset(
     {
         "hidden_dropout",
         "attention_dropout",
@@ -137,7 +137,7 @@ def _pairs(
             f"{saved_spec.padded_vocab_size} entries",
             f"{current_spec.padded_vocab_size} entries",
         )
-    free = set(_FREE)
+    free = set(FREE)
     if current_spec.model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")
         if extends and saved_spec.max_position_embeddings < current_spec.max_position_embeddings:
@@ -146,7 +146,7 @@ def _pairs(
         free.add("num_decoder_layers")
     for name in type(current_spec.model).model_fields:
         saved, current = (
-            getattr(spec.model, _RESOLVED.get(name, name)) for spec in (saved_spec, current_spec)
+            getattr(spec.model, RESOLVED.get(name, name)) for spec in (saved_spec, current_spec)
         )
         if name not in free and saved != current:
             yield f"model.{name}", saved, current

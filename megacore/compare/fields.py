@@ -3,20 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megacore.checkpoint.spec import FREE, RESOLVED
 from megacore.compare.report import Finding
 from megacore.config.model import GATED, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-
-_RESOLVED = {
-    "num_query_groups": "query_groups",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn_size",
-    "num_decoder_layers": "decoder_layers",
-}
-"""Fields that may be null, with the property that gives the effective value."""
-_TRAINING = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
-"""Fields without effect on the outputs."""
-
 
 _ABSENT = frozenset({"make_vocab_size_divisible_by"})
 """Fields that most formats do not store."""
@@ -74,7 +64,7 @@ _BY_PART = {
 
 def effective(model: ModelConfig, field: str) -> Any:
     """Return a field's value with its default filled in."""
-    return getattr(model, _RESOLVED.get(field, field))
+    return getattr(model, RESOLVED.get(field, field))
 
 
 def differing_fields(a: ModelSpec, b: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
@@ -105,7 +95,7 @@ def _finding(name: str, ours: Any, theirs: Any, b: ModelSpec) -> Finding:
     if name == "activation" and (ours in GATED) != (theirs in GATED):
         cause = "gated_unit"
     learned = b.model.position_embedding_type == "learned_absolute"
-    free = name in _TRAINING or (name == "max_position_embeddings" and not learned)
+    free = name in FREE or (name == "max_position_embeddings" and not learned)
     sentence = f"{text} ({name}): {shown(ours)} in A, {shown(theirs)} in B"
     return Finding("architecture", cause, sentence, (name,), ours, theirs, differs=not free)
 
@@ -197,6 +187,7 @@ _FIELDS = {
     "model.hidden_dropout": "dropout",
     "model.attention_dropout": "dropout",
     "model.init_method_std": "initial_weights",
+    "model.residual_init_std": "initial_weights",
     "model": "architecture",
     "optim.lr": "lr_schedule",
     "optim.min_lr": "lr_schedule",

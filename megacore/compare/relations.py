@@ -54,7 +54,7 @@ def relate(a: Tensor, b: Tensor) -> Relation | None:
         return None
     infinite = [int((~torch.isfinite(each)).sum()) for each in (a, b)]
     if any(infinite):
-        same = a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        same = a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
         text = f"has {infinite[1]:,} values that are no numbers (NaN, infinity), A {infinite[0]:,}"
         return None if same else _relation("not finite", text)
     if a.shape != b.shape:

@@ -1,5 +1,6 @@
 """Comparison of two tokenizers: vocabulary, merges, added tokens, roles, and sample texts."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,11 +220,47 @@ def _sections(a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
         if ours != theirs:
             sentence = f"{section} of tokenizer.json: {_kind(ours)} in A, {_kind(theirs)} in B"
             findings.append(Finding("tokenizer", cause, sentence, (section,)))
-    kinds = [values.get("model", {}).get("type") for values in (a, b)]
-    if kinds[0] != kinds[1]:
-        sentence = f"model of tokenizer.json: {kinds[0]} in A, {kinds[1]} in B"
-        findings.append(Finding("tokenizer", "tokenizer_vocabulary", sentence, ("model",), *kinds))
-    return findings
+    return findings + _models(a.get("model") or {}, b.get("model") or {})
+
+
+def _models(a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
+    """Compare the models of tokenizer.json without what `_vocabulary` and `_merges` compare."""
+    findings = []
+    for key in {**a, **b}:
+        ours, theirs = _set(a.get(key)), _set(b.get(key))
+        if key in ("vocab", "merges") or ours == theirs:
+            continue
+        sentence = f"model.{key} of tokenizer.json: {_kind(ours)} in A, {_kind(theirs)} in B"
+        findings.append(
+            Finding("tokenizer", "tokenizer_vocabulary", sentence, ("model",), ours, theirs)
+        )
+    return findings + _scores(a.get("vocab"), b.get("vocab"))
+
+
+def _set(value: Any) -> Any:
+    """Return an option's value, None for the values that versions write where none is set."""
+    return None if value is False or value == "" else value
+
+
+def _scores(a: Any, b: Any) -> list[Finding]:
+    """Compare the scores of two Unigram vocabularies, lists of pairs, of the same tokens."""
+    if not (isinstance(a, list) and isinstance(b, list)) or [t for t, _ in a] != [t for t, _ in b]:
+        return []
+    differing = [
+        index
+        for index, ((_, ours), (_, theirs)) in enumerate(zip(a, b, strict=True))
+        if not math.isclose(ours, theirs, rel_tol=1e-6)  # of fp32, written with other digits
+    ]
+    if not differing:
+        return []
+    first = differing[0]
+    (token, ours), (_, theirs) = a[first], b[first]
+    sentence = (
+        f"vocabulary: {len(differing):,} tokens have other scores, first {first} ({token!r}): "
+        f"{ours:g} in A, {theirs:g} in B"
+    )
+    where = tuple(map(str, differing[:20]))
+    return [Finding("tokenizer", "tokenizer_vocabulary", sentence, where, ours, theirs)]
 
 
 def _kind(section: Any) -> str:

@@ -4,9 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.checkpoint.save import save_checkpoint
+from megacore.compare.fields import field_findings
 from megacore.compare.models import compare_models
+from megacore.compare.relations import relate
 from megacore.compare.report import Report
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.write import write_model
@@ -60,3 +63,23 @@ def test_a_planted_fault_is_named(
     effective = {each.cause for each in report.differences if each.explains in ("all", "part")}
     if fault.explains and fault.cause != "unexplained":
         assert fault.cause in effective, report.differences
+
+
+def test_values_that_are_no_numbers_differ_from_zeros_and_large_numbers() -> None:
+    infinity, largest = float("inf"), torch.finfo(torch.float32).max
+    for first, second in ((0.0, float("nan")), (largest, infinity), (infinity, -infinity)):
+        relation = relate(torch.tensor([first, 1.0]), torch.tensor([second, 1.0]))
+        assert relation is not None
+        assert relation.kind == "not finite"
+    same = torch.tensor([float("nan"), infinity, 1.0])
+    assert relate(same, same.clone()) is None
+
+
+def test_a_field_that_an_export_fills_in_or_drops_is_no_difference() -> None:
+    ours = tiny_spec("gemma2", query_pre_attn_scalar=None, residual_init_std=0.01)
+    theirs = tiny_spec("gemma2", query_pre_attn_scalar=ours.model.head_dim)
+    assert not [each for each in field_findings(ours, theirs) if each.differs]
+    theirs = tiny_spec("gemma2", query_pre_attn_scalar=ours.model.head_dim + 1)
+    assert [each.where for each in field_findings(ours, theirs) if each.differs] == [
+        ("query_pre_attn_scalar",)
+    ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from megacore.compare.models import config_token_findings
 from megacore.compare.side import Side
@@ -14,6 +15,7 @@ from megacore.compare.tokenizers import compare_tokenizers
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.corpus.documents import CorpusWriter
 from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.load import JsonTokenizer
 from tests.convert._tiny import documents, tiny_config
 
 Values = dict[str, Any]
@@ -47,6 +49,10 @@ def token_added(values: Values) -> None:
     values["added_tokens"].append({**template, "id": 300, "content": "<|new|>"})
 
 
+def merges_ignored(values: Values) -> None:
+    values["model"]["ignore_merges"] = True
+
+
 def prefix_space(values: Values) -> None:
     values["pre_tokenizer"]["add_prefix_space"] = not values["pre_tokenizer"]["add_prefix_space"]
 
@@ -65,6 +71,7 @@ def no_decoder(values: Values) -> None:
         (merges_cut, "tokenizer_merges"),
         (vocabulary_exchanged, "tokenizer_vocabulary"),
         (token_added, "added_tokens"),
+        (merges_ignored, "tokenizer_vocabulary"),
         (prefix_space, "tokenizer_pretokenizer"),
         (lower_case, "tokenizer_normalizer"),
         (no_decoder, "tokenizer_decoder"),
@@ -90,6 +97,29 @@ def test_another_end_of_documents_is_named(original: Path, tmp_path: Path) -> No
     path.write_text(json.dumps({**values, "eos_token": "!"}), encoding="utf-8")
     findings, _ = compare_tokenizers(original, tmp_path / "damaged")
     assert "special_tokens" in {finding.cause for finding in findings if finding.differs}
+
+
+def test_other_scores_of_the_same_tokens_are_named(tmp_path: Path) -> None:
+    for name, score in (("first", -2.5), ("same", -2.5 - 1e-9), ("other", -2.75)):
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", score)]
+        backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+        (tmp_path / name).mkdir()
+        JsonTokenizer(backend, "</s>").save(tmp_path / name)
+    assert compare_tokenizers(tmp_path / "first", tmp_path / "same") == ([], True)
+    [finding], _ = compare_tokenizers(tmp_path / "first", tmp_path / "other")
+    assert (finding.cause, finding.where, finding.differs) == ("tokenizer_vocabulary", ("3",), True)
+    assert "1 tokens have other scores, first 3 ('b'): -2.5 in A, -2.75 in B" in finding.sentence
+
+
+def test_an_option_that_only_some_versions_write_is_no_difference(
+    original: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(original, tmp_path / "copy")
+    path = tmp_path / "copy" / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values["model"].pop("ignore_merges") is False
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert compare_tokenizers(original, tmp_path / "copy") == ([], True)
 
 
 def test_a_copy_is_equal(original: Path, tmp_path: Path) -> None:
