@@ -134,8 +134,9 @@ def export(
     refuse_sealed(output, "--output")
     check_output(output)
     source = open_source(path, tokenizer)
+    remark: str | None = None
     if form == "hf":
-        export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
+        remark = export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     elif form == "torch_dist":
         export_core(source, output)
     else:
@@ -155,6 +156,8 @@ def export(
     write_line(
         f"wrote {output} from {source.checkpoint}, {note}; it was not compared with the checkpoint"
     )
+    if remark is not None:
+        write_line(remark, stderr=True)
 
 
 def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: int | None) -> None:

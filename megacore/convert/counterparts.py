@@ -369,10 +369,13 @@ def _is_of_qwen2(tokenizer: TokenizerChoice) -> bool:
     """
     if not isinstance(tokenizer, HfTokenizer):
         return False
-    if tokenizer.local_file is None:
-        return True
+    return tokenizer.local_file is None or _divides_as_qwen2(Path(tokenizer.local_file))
+
+
+def _divides_as_qwen2(tokenizer_json: Path) -> bool:
+    """Return True if a tokenizer.json normalizes and divides texts as Qwen2's, or is unreadable."""
     try:
-        content = read_json(tokenizer.local_file)
+        content = read_json(tokenizer_json)
         parts = content["pre_tokenizer"]["pretokenizers"]
         return (
             content["normalizer"] == {"type": "NFC"}
@@ -383,6 +386,17 @@ def _is_of_qwen2(tokenizer: TokenizerChoice) -> bool:
         return True
     except (LookupError, TypeError):
         return False
+
+
+def replaces_tokenizer(hf_class: Counterpart, tokenizer_json: Path) -> bool:
+    """Return True if transformers 5 reads the tokenizer of an export as another one.
+
+    `tokenizer_json` is the path that its tokenizer.json has; there may be none.
+    """
+    of_qwen2 = hf_class.model_type == "qwen2"
+    if not is_file(tokenizer_json):
+        return of_qwen2 or hf_class.model_type in _OWN_TOKENIZER
+    return of_qwen2 and not _divides_as_qwen2(tokenizer_json)
 
 
 def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:

@@ -24,6 +24,7 @@ from megacore.convert.deepspeed.read import open_deepspeed
 from megacore.convert.hf.directory import open_hf
 from megacore.convert.key_map import name_mismatch
 from megacore.convert.megatron.checkpoint import open_megatron
+from megacore.convert.model_source import TOKENIZER_DIRECTORY
 from megacore.convert.nanotron import open_nanotron
 from megacore.convert.neox import open_neox
 from megacore.convert.source import Foreign, parameter_shapes
@@ -31,7 +32,6 @@ from megacore.convert.tokenizers import adopt_tokenizer, with_begin, with_specia
 from megacore.errors import ConfigError, ConversionError
 
 RECORD_NAME = "import.json"
-TOKENIZER_DIRECTORY = "tokenizer"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the moments' names in a checkpoint, followed by kind and parameter."""
 

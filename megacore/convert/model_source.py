@@ -21,6 +21,8 @@ from megacore.paths import exists, glob, is_dir, is_file
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
 
+TOKENIZER_DIRECTORY = "tokenizer"
+"""Directory with the tokenizer of an imported model, next to its checkpoint."""
 _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instead of continuing it"}
 
 
@@ -49,18 +51,21 @@ def find_model(path: Path) -> ModelSource:
 
 
 def _with_moved_tokenizer(checkpoint: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the specification with the tokenizer in the checkpoint's workspace, if it is there.
+    """Return the specification with the tokenizer that was moved with the checkpoint, if any.
 
-    The checkpoint of a run (`runs/KEY/checkpoints/iter_*`) names the path that its tokenizer had
-    when it was written, and the workspace may have been moved since.
+    A checkpoint names the path that its tokenizer had when it was written. That of an imported
+    model is next to the checkpoint and comes first: another import may be at the old path. That of
+    a run (`runs/KEY/checkpoints/iter_*`) is in the workspace, under a name that tells its content.
     """
     named = spec.tokenizer_directory
-    if named is None or is_dir(named) or len(checkpoint.parents) < 4:
+    if named is None:
         return spec
-    moved = Workspace(checkpoint.parents[3]).folder("tokenizer") / Path(named).name
-    if not is_dir(moved):
-        return spec
-    return spec.model_copy(update={"tokenizer_directory": str(moved)})
+    moved = checkpoint.parent / TOKENIZER_DIRECTORY
+    if Path(named).name != TOKENIZER_DIRECTORY or not is_dir(moved):
+        if is_dir(named) or len(checkpoint.parents) < 4:
+            return spec
+        moved = Workspace(checkpoint.parents[3]).folder("tokenizer") / Path(named).name
+    return spec.model_copy(update={"tokenizer_directory": str(moved)}) if is_dir(moved) else spec
 
 
 def transformers_directory(path: Path) -> Path | None:

@@ -13,7 +13,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import RUN_FILE
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
-from megacore.convert.counterparts import Dtype, counterpart
+from megacore.convert.counterparts import Dtype, counterpart, replaces_tokenizer
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
 from megacore.convert.model_source import check_vocabulary, find_model
@@ -22,9 +22,13 @@ from megacore.convert.tokenizers import tokenizer_size, with_begin
 from megacore.errors import ConfigError, ConversionError
 from megacore.jobs.model import ModelSource
 from megacore.paths import is_file
-from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME
+from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
 
 RECORD_NAME = "export.json"
+_REPLACED = (
+    "AutoTokenizer of transformers 5 reads the tokenizer of this {} as another one, which encodes "
+    "texts otherwise: load it with PreTrainedTokenizerFast.from_pretrained"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
         CheckpointError: if there is no checkpoint, it is damaged, or it does not describe its
             model.
         ConversionError: if `path` is a transformers directory.
-        ConfigError: if `tokenizer` contains no tokenizer, or one of another vocabulary.
+        ConfigError: if `tokenizer` contains no tokenizer, or a tokenizer is of another vocabulary.
         DataFormatError: if the tokenizer's files are damaged.
     """
     source = find_model(path)
@@ -61,38 +65,41 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
         raise ConversionError(
             f"{path} is a transformers directory already: give a checkpoint (iter_*)"
         )
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer.absolute(), source)
-        tokenizer = tokenizer.absolute()
+    directory = _tokenizer(source, tokenizer)
     checkpoint = Path(source.directory)
-    marker = verify(checkpoint)
-    named = tokenizer or (
-        Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None
-    )
-    exists = named is not None and is_file(named / TOKENIZER_CONFIG_NAME)
-    return Source(checkpoint, marker, source.spec, named if exists else None)
+    return Source(checkpoint, verify(checkpoint), source.spec, directory)
 
 
-def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
-    """Check that a directory contains the model's tokenizer.
+def _tokenizer(source: ModelSource, requested: Path | None) -> Path | None:
+    """Return the directory of the requested tokenizer, or of the model's own; None without one.
 
     Raises:
-        ConfigError: if it contains none, or one of another vocabulary.
+        ConfigError: if there is none as requested, or one of another vocabulary.
         DataFormatError: if the tokenizer's files are damaged.
     """
-    size = tokenizer_size(tokenizer) if is_file(tokenizer / TOKENIZER_CONFIG_NAME) else None
-    if size is None:
-        raise ConfigError(
-            f"--tokenizer {tokenizer} has no tokenizer: give a directory with "
-            f"{TOKENIZER_CONFIG_NAME} and tokenizer.json"
-        )
-    check_vocabulary(source, tokenizer, size)
+    named = source.spec.tokenizer_directory if requested is None else requested.absolute()
+    if named is None:
+        return None
+    directory = Path(named)
+    size = tokenizer_size(directory) if is_file(directory / TOKENIZER_CONFIG_NAME) else None
+    if size is not None:
+        check_vocabulary(source, directory, size)
+        return directory
+    if requested is None:
+        return None
+    raise ConfigError(
+        f"--tokenizer {directory} has no tokenizer: give a directory with "
+        f"{TOKENIZER_CONFIG_NAME} and tokenizer.json"
+    )
 
 
-def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None:
+def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> str | None:
     """Write a transformers directory: weights, configuration, tokenizer, card and export.json.
 
     `output` must not exist or be empty. It is created completely or not at all.
+
+    Returns:
+        A sentence if transformers reads the tokenizer as another one, which the card has too.
 
     Raises:
         ConversionError: if no class of transformers has this configuration.
@@ -103,6 +110,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
     """
     hf_class = counterpart(source.spec.family, source.spec.model)
     spec = source.spec
+    remark: str | None = None
     facts = {"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint)}
     if source.tokenizer is None:
         facts["tokenizer"] = "none: put the model's own next to its weights"
@@ -112,6 +120,8 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         write_model(staging, spec, CheckpointTensors(source.checkpoint), dtype=dtype)
         if source.tokenizer is not None:
             copy_tokenizer(source.tokenizer, staging, spec)
+            if replaces_tokenizer(hf_class, staging / TOKENIZER_NAME):
+                remark = facts["tokenizer"] = _REPLACED.format(hf_class.architecture)
         card = bare_card(
             output.absolute().name,
             source.spec,
@@ -122,6 +132,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         with workspace_errors(staging):
             (staging / "README.md").write_text(card, encoding="utf-8")
         write_json(staging / RECORD_NAME, _record(source, "hf", hf_class.architecture, dtype))
+    return remark
 
 
 def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.convert.megatron.args import args_of, spec_of
 from megacore.convert.megatron.checkpoint import open_megatron, write_megatron
 from megacore.convert.megatron.table import slots
 from megacore.errors import ConfigError, ConversionError, ParallelLayoutError, WorkspaceError
@@ -220,6 +221,19 @@ def test_args_name_the_tokenizer_and_the_approximate_gelu(tmp_path: Path) -> Non
         16,
     )
     assert open_megatron(tmp_path / "out").spec == spec
+
+
+def test_a_tokenizer_that_args_name_by_a_relative_path_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    monkeypatch.chdir(tmp_path)
+    spec = megatron_spec("gpt").model_copy(update={"tokenizer_directory": None})
+    args = args_of(spec, iteration=1, tensor=1, pipeline=1)
+    named = {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "tokenizer"}
+    layers, rows = spec.model.num_layers, spec.padded_vocab_size
+    read = spec_of({**args, **named}, "gpt", layers, rows, tmp_path)
+    assert read.tokenizer_directory == str(tmp_path / "tokenizer")
 
 
 def test_a_file_contains_only_its_ranks_tensors(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megacore.convert.model_source import find_model, find_tokenizer, require_family
+from megacore.convert.ungated_export import export_hf, open_source
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.jobs.model import ModelSource
 from tests.generate import _tiny
@@ -138,6 +139,42 @@ def test_the_tokenizer_of_a_moved_workspace_is_found(tmp_path: Path) -> None:
     source = find_model(after / "runs" / "2c3d")
     assert source.spec.tokenizer_directory == str(after / "tokenizers" / "0a1b")
     assert find_tokenizer(source, None).vocab_size == 300
+
+
+def test_an_imported_model_has_the_tokenizer_next_to_it_when_another_is_at_its_path(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "imported"
+    for size in (300, 310):
+        _tiny.write_tokenizer(path / "tokenizer", size)
+        spec = _tiny.spec(size, tokenizer=path / "tokenizer")
+        _tiny.write_checkpoint(path, spec, _tiny.random_model(spec), 0)
+        if size == 300:
+            path.rename(tmp_path / "moved")
+    assert find_tokenizer(find_model(tmp_path / "moved"), None).vocab_size == 300
+    assert open_source(tmp_path / "moved").tokenizer == tmp_path / "moved" / "tokenizer"
+
+
+def test_an_export_refuses_a_larger_tokenizer_at_the_named_path(tmp_path: Path) -> None:
+    spec = _tiny.spec(300, tokenizer=tmp_path / "named")
+    _tiny.write_checkpoint(tmp_path / "run", spec, _tiny.random_model(spec), 0)
+    assert open_source(tmp_path / "run").tokenizer is None
+    _tiny.write_tokenizer(tmp_path / "named", 310)
+    with pytest.raises(ConfigError, match=r"of 310 entries and the model in .* one of 300"):
+        open_source(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("biases", "replaced"), [(True, True), (False, False)])
+def test_an_export_remarks_a_tokenizer_that_transformers_replaces(
+    tmp_path: Path, biases: bool, replaced: bool
+) -> None:
+    tokenizer = tmp_path / "tokenizers" / "bpe"
+    _tiny.write_tokenizer(tokenizer, 300)
+    spec = _tiny.spec(300, tokenizer=tokenizer, **_tiny.LLAMA, add_qkv_bias=biases)
+    _tiny.write_checkpoint(tmp_path / "run", spec, _tiny.random_model(spec), 0)
+    remark = export_hf(open_source(tmp_path / "run"), tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    assert (remark is not None) == ("this Qwen2ForCausalLM as another one" in card) == replaced
 
 
 def test_missing_tokenizers_are_refused(root: Path) -> None:

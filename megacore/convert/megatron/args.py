@@ -555,4 +555,4 @@ def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:
     if args.get("tokenizer_type") != "PretrainedFromHF":
         return None
     name = args.get("tokenizer_name_or_path")
-    return name if isinstance(name, str) and is_dir(name) else None
+    return str(Path(name).absolute()) if isinstance(name, str) and is_dir(name) else None
