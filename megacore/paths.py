@@ -77,6 +77,56 @@ def rglob(folder: AnyPath, pattern: str) -> Iterator[Path]:
     return glob(folder, f"**/{pattern}")
 
 
+def matches(pattern: str) -> list[Path]:
+    """Return the paths that match a pattern of a user, sorted.
+
+    They are those of Python's `glob.glob(pattern, recursive=True)`: names that begin with a dot are
+    left out, and links to directories are followed. A directory to which several links lead is
+    listed once, so a loop of links ends.
+
+    Raises:
+        OSError: a folder cannot be listed, which `glob.glob` takes for an empty one.
+    """
+    paths = _matches(Path(), Path(pattern).parts, set())
+    return sorted(path for path in paths if not pattern.endswith("/") or is_dir(path))
+
+
+def _matches(folder: Path, parts: tuple[str, ...], listed: set[tuple[str, int]]) -> Iterator[Path]:
+    """Yield what matches the parts of a pattern below a folder.
+
+    `listed` are the directories that were listed, each with the number of parts.
+    """
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if not any(sign in part for sign in "*?["):
+        place = folder / part
+        if rest or exists(place) or is_symlink(place):
+            yield from _matches(place, rest, listed)
+        return
+    if (state := (os.path.realpath(folder), len(parts))) in listed or not is_dir(folder):
+        return
+    listed.add(state)
+    if part == "**":
+        yield from _matches(folder, rest, listed)
+    for entry in sorted(_entries(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") and not part.startswith("."):
+            continue
+        if part == "**":
+            if _leads_to_directory(entry):
+                yield from _matches(folder / entry.name, parts, listed)
+            elif not rest:
+                yield folder / entry.name
+        elif fnmatchcase(entry.name, part) and (not rest or _leads_to_directory(entry)):
+            yield from _matches(folder / entry.name, rest, listed)
+
+
+def _leads_to_directory(entry: os.DirEntry[str]) -> bool:
+    """Return True for a directory or a link to one; only a link costs a call of the system."""
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and is_dir(entry.path))
+
+
 def _entries(folder: AnyPath) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:

@@ -1,6 +1,8 @@
 import errno
 import os
+from glob import glob
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +121,58 @@ def test_paths_in_the_working_directory_have_no_dot(
 ) -> None:
     monkeypatch.chdir(tree)
     assert sorted(map(str, paths.glob(".", "?/run.json"))) == ["a/run.json", "b/run.json"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        ".*/*",
+        "*/",
+        "*/run.json",
+        "?/*.json",
+        "a/run.json",
+        "nowhere",
+        "missing/*",
+        "*/missing",
+        "a/run.json/*",
+        "**/run.json",
+        "**/deep/**/*.json",
+        "b/**",
+        "x[[]1].tmp-*",
+    ],
+)
+def test_matches_are_those_of_glob(
+    tree: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "link").unlink()
+    expected = {Path(name) for name in glob(f"{tree}/{pattern}", recursive=True)}
+    assert paths.matches(f"{tree}/{pattern}") == sorted(expected)
+    monkeypatch.chdir(tree)
+    assert paths.matches(pattern) == sorted(path.relative_to(tree) for path in expected)
+
+
+def test_matches_follow_links_and_end_in_loops_of_them(tree: Path) -> None:
+    (tree / "1").symlink_to(".")
+    (tree / "2").symlink_to("..")
+    names = [str(path.relative_to(tree)) for path in paths.matches(f"{tree}/b/**/*.json")]
+    assert names == ["b/deep/er/run.json", "b/run.json"]
+    assert tree / "link/run.json" in paths.matches(f"{tree}/l*/**/run.json")
+    assert tree / "a/run.json" in paths.matches(f"{tree}/**/a/*.json")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_no_empty_one_for_matches(
+    tree: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def scandir(path: Path) -> Any:
+        if Path(path).name == "deep":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert paths.matches(f"{tree}/*/run.json")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        paths.matches(f"{tree}/**/run.json")

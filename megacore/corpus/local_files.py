@@ -22,7 +22,7 @@ from megacore.corpus.formats import (
     unreadable,
 )
 from megacore.errors import DamagedFileError, DataFormatError, one_line
-from megacore.paths import exists
+from megacore.paths import exists, matches
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 Value = TypeVar("Value")
@@ -93,13 +93,17 @@ def list_files(source: JsonlSource | ParquetSource | WarcSource) -> list[SourceF
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the path, or the sorted matches of a glob. Raises DataFormatError without matches.
+    """Return the path, or the sorted matches of a glob.
 
-    What a glob also finds through links to directories is returned once.
+    What a glob also finds through links to directories is returned once. Raises DataFormatError
+    without matches, or for a folder that cannot be listed; FileAccessError.
     """
-    if exists(pattern) or not glob.has_magic(pattern):
-        return [Path(pattern)]
-    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    try:
+        if exists(pattern) or not glob.has_magic(pattern):
+            return [Path(pattern)]
+        paths = matches(pattern)
+    except OSError as error:
+        raise unreadable(error.filename or pattern, error) from error
     if not paths:
         raise DataFormatError(f"data.source.files: no file matches {pattern!r}: check the glob")
     return without_links(zip(paths, paths, strict=True))

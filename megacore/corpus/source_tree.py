@@ -3,7 +3,6 @@
 import codecs
 import hashlib
 import os
-import stat
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +10,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import access_error, access_errors, canonical_json
+from megacore.artifact.files import access_error, canonical_json
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import SourceTreeSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.formats import too_large
 from megacore.errors import DataFormatError
-from megacore.paths import is_dir
+from megacore.paths import is_dir, is_file
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders with installed or generated files, which are not collected."""
@@ -119,7 +118,7 @@ def _walk(root: Path, pattern: str | None) -> Iterator[str]:
                 matches = not name.startswith(".")
             else:
                 matches = _matches(below.parts if len(parts) > 1 else (name,), parts)
-            if matches and _is_regular(path, below):
+            if matches and _is_utf8(below) and _is_regular(path):
                 yield below.as_posix()
 
 
@@ -134,17 +133,22 @@ def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], rest)
 
 
-def _is_regular(path: Path, below: Path) -> bool:
-    """Return True for a regular file whose path relative to the source, `below`, is valid UTF-8.
-
-    Pipes and devices are excluded because reading them may never end, and so are dangling links.
-    """
+def _is_utf8(below: Path) -> bool:
     try:
         str(below).encode("utf-8")
-        with access_errors(path):
-            return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, UnicodeEncodeError):
+    except UnicodeEncodeError:
         return False
+    return True
+
+
+def _is_regular(path: Path) -> bool:
+    """Return True for a regular file.
+
+    Pipes and devices are excluded because reading them may never end, and so are dangling links.
+    Raises DataFormatError if what is at the path cannot be known.
+    """
+    with _reading(path):
+        return is_file(path)
 
 
 def _is_text(path: Path, *, with_zeros: bool) -> bool:

@@ -1,8 +1,10 @@
 """Tests of local JSON Lines sources."""
 
+import errno
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -13,7 +15,7 @@ from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import read_sources
 from megacore.corpus.local_files import count_documents, list_files
 from megacore.corpus.segments import jsonl_segments, segments
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, FileAccessError
 from tests.corpus._files import write_form
 
 
@@ -53,6 +55,28 @@ def test_a_glob_reads_what_lies_below_linked_directories_once(tmp_path: Path) ->
     source = JsonlSource(kind="jsonl", files=(f"{tmp_path}/**/*.jsonl",))
     paths = [Path(file.path).relative_to(tmp_path) for file in list_files(source)]
     assert [str(path) for path in paths] == ["2024/a.jsonl", "2024/b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EACCES, DataFormatError), (errno.EIO, FileAccessError)]
+)
+def test_a_folder_that_cannot_be_listed_is_refused_and_not_left_out_of_a_glob(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("2023", "2024"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text('{"text": "one"}\n')
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "2024":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for pattern in ("*/*.jsonl", "**/*.jsonl"):
+        with pytest.raises(kind, match=r"/2024 .*(Permission denied|Input/output error)"):
+            list_files(source(tmp_path / pattern))
 
 
 def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Tests of source trees as sources."""
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,21 @@ def test_files_in_a_folder_whose_name_is_not_utf8_are_left_out(tree: Path, tmp_p
     for pattern in ("*.py", None):
         source = SourceTreeSource(kind="source_tree", path=str(tree), pattern=pattern)
         assert collect(source, tmp_path / "out")["documents"] == 3
+
+
+def test_a_file_in_a_folder_that_may_not_be_entered_is_refused(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{tree}/a/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(DataFormatError, match=r"/a/\S+ cannot be read: Permission denied"):
+        list_files(tree, "*.py")
 
 
 def test_the_default_tree_is_the_standard_library() -> None:
