@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from megacore.errors import (
     ArtifactError,
@@ -25,6 +25,9 @@ from megacore.errors import (
     WorkspaceError,
 )
 from megacore.paths import exists, glob, is_dir, is_symlink
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Record = TypeVar("Record")
 _NO_FILES = (
@@ -135,6 +138,17 @@ def write_json(path: Path, value: Any) -> None:
         text = json.dumps(value, indent=2, sort_keys=True) + "\n"
         replace_file(path, text.encode("utf-8"))
     remove_dead_temporaries(path)
+
+
+def save_array(path: Path, values: "npt.NDArray[Any]") -> None:
+    """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
+    import numpy as np  # imported here because most users of this module write no arrays
+
+    with workspace_errors(path), open(path, "wb") as file:
+        # numpy.save and tofile report a full disk as an error without errno, which cannot be
+        # recognized, or for small arrays not at all.
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        file.write(values.data)
 
 
 def standard_json(value: Any, default: Callable[[Any], Any] = str) -> Any:

@@ -9,7 +9,6 @@ is written at once, so an attempt that was killed continues after the shards tha
 depends on the number of processes.
 """
 
-import base64
 import os
 import re
 from array import array
@@ -24,7 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import (
+    read_json,
+    replace_file,
+    save_array,
+    workspace_errors,
+    write_json,
+)
 from megacore.corpus.curate_job import (
     CurateOptions,
     Job,
@@ -44,6 +49,8 @@ SEARCH_NAME = "search.json"
 HASHES_NAME = "documents.npy"
 REPORT_NAME = "report.json"
 _BENCHMARKS = "benchmarks.json"
+_SEARCHED = "searched"
+"""Name of the receipts of a search."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _TABLE_BITS = 24
 _SPACE = re.compile(r"\s")
@@ -245,18 +252,18 @@ def search_corpus(
         job = _prepared(corpus, work, options)
         sets = [[benchmark.name, benchmark.items] for benchmark in benchmarks]  # the order counts
         write_json(work / _BENCHMARKS, {"ngram": ngram, "benchmarks": sets})
-        _run_shards(job, "search", _search_shard, options.processes)
+        _run_shards(job, _SEARCHED, _search_shard, options.processes)
         with discarding_job(work):
             read_sources(corpus)
         matches: dict[int, dict[str, str]] = {}
         hashes, hits = [], []
         for rank in range(len(job.shards)):
-            shard = read_json(_receipt(work, "search", rank))
+            shard = read_json(_receipt(work, _SEARCHED, rank))
             for item, example in shard["items"].items():
                 matches.setdefault(int(item), example)
-            hashes.append(np.frombuffer(base64.b64decode(shard["hashes"]), "<u8"))
+            hashes.append(np.fromfile(_numbers(work, "hashes", rank), "<u8"))
             hits.append(shard["hits"])
-        np.save(directory / HASHES_NAME, np.concatenate([np.zeros(0, "<u8"), *hashes]))
+        save_array(directory / HASHES_NAME, np.concatenate([np.zeros(0, "<u8"), *hashes]))
         content = _summary(benchmarks, _read_index(work), matches) | {
             "shards": [
                 {"documents": len(each), "hits": own}
@@ -351,9 +358,8 @@ def _search_shard(work: Path, rank: int) -> None:
                 items.setdefault(item, {"document": document.id, "ngram": gram})
             words = " ".join(document.text.lower().split())
             hashes.append(xxhash.xxh3_64_intdigest(words.encode("utf-8", "surrogatepass")))
-    encoded = base64.b64encode(np.array(hashes, "<u8").tobytes()).decode("ascii")
-    receipt = {"hits": hits, "items": items, "hashes": encoded}
-    write_json(_receipt(work, "search", rank), receipt)
+    replace_file(_numbers(work, "hashes", rank), np.array(hashes, "<u8").tobytes())
+    write_json(_receipt(work, _SEARCHED, rank), {"hits": hits, "items": items})
 
 
 def remove_documents(
@@ -394,8 +400,9 @@ def remove_documents(
         for rank, shard in enumerate(search["shards"]):
             stop = first + shard["documents"]
             in_shard = copies[slice(*np.searchsorted(copies, (first, stop)))] - first
-            plan = {**shard, "copies": sorted(set(in_shard.tolist()) - set(shard["hits"]))}
-            write_json(_plan(work, rank), plan)
+            numbers = np.setdiff1d(in_shard, shard["hits"]).astype("<u8")
+            replace_file(_numbers(work, "copies", rank), numbers.tobytes())
+            write_json(_plan(work, rank), shard)
             first = stop
         _run_shards(job, "remove", _remove_from_shard, options.processes)
         with discarding_job(work):
@@ -449,7 +456,9 @@ def _remove_from_shard(work: Path, rank: int) -> None:
     from megacore.corpus.curate_report import Tally
 
     job, plan, tally = Job.read(work), read_json(_plan(work, rank)), Tally()
-    hits, copies = set(plan["hits"]), set(plan["copies"])
+    hits, copies = set(plan["hits"]), np.fromfile(_numbers(work, "copies", rank), "<u8")
+    is_copy = np.zeros(plan["documents"], np.bool_)
+    is_copy[copies] = True
     examples: list[dict[str, str]] = []
     read = 0
 
@@ -457,7 +466,8 @@ def _remove_from_shard(work: Path, rank: int) -> None:
         nonlocal read
         for number, document in enumerate(_documents(job, rank)):
             read += 1
-            reason = "n-gram" if number in hits else "copy" if number in copies else None
+            copied = number < len(is_copy) and is_copy[number]
+            reason = "n-gram" if number in hits else "copy" if copied else None
             if reason is None:
                 yield document
             elif len(examples) < _EXAMPLES:
@@ -481,6 +491,14 @@ def _remove_from_shard(work: Path, rank: int) -> None:
 
 def _receipt(work: Path, phase: str, rank: int) -> Path:
     return work / f"{phase}-{rank:05d}.json"
+
+
+def _numbers(work: Path, name: str, rank: int) -> Path:
+    """Return the path of a shard's array of u64.
+
+    A compressed file is a single shard, whose documents are too many for numbers in JSON.
+    """
+    return work / f"{name}-{rank:05d}.u8"
 
 
 def _plan(work: Path, rank: int) -> Path:

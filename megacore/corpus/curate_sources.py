@@ -81,7 +81,7 @@ class Attribution:
                 documents = {document for document, _ in fallen}
                 if exists(removed):
                     documents.update(np.fromfile(removed, "<u4").tolist())
-                np.array(sorted(documents), "<u4").tofile(removed)
+                _write_numbers(removed, sorted(documents))
             _write(path, fallen)
 
 
@@ -119,4 +119,9 @@ def _pairs(path: Path) -> npt.NDArray[np.uint32]:
 
 
 def _write(path: Path, pairs: Iterable[tuple[Any, Any]]) -> None:
-    np.array(list(pairs), "<u4").tofile(path.with_suffix(".fallen"))
+    _write_numbers(path.with_suffix(".fallen"), list(pairs))
+
+
+def _write_numbers(path: Path, numbers: Sequence[Any]) -> None:
+    """Write numbers as u32; numpy's tofile would not notice a full disk if they are few."""
+    path.write_bytes(np.array(numbers, "<u4").tobytes())

@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import access_error, read_json, workspace_errors, write_json
+from megacore.artifact.files import (
+    access_error,
+    read_json,
+    save_array,
+    workspace_errors,
+    write_json,
+)
 from megacore.data.index_options import (
     SPLIT_NAMES,
     IndexOptions,
@@ -102,14 +108,6 @@ def make_map_directory(directory: str | Path, mixture: Mixture, number: int) -> 
     with workspace_errors(folder):
         folder.mkdir(exist_ok=True)
     return folder
-
-
-def save_array(path: Path, values: npt.NDArray[Any]) -> None:
-    """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
-    with workspace_errors(path), open(path, "wb") as file:
-        # numpy.save reports a full disk as an error without errno, which cannot be recognized.
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
-        file.write(values.data)
 
 
 def save_blend(

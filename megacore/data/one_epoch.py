@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import save_array, workspace_errors
 from megacore.config.run import RunConfig
 from megacore.data.blend import build_exhaustive_blend
 from megacore.data.build import MemberOpener, describe, open_split
@@ -16,7 +16,6 @@ from megacore.data.index_directory import (
     SENTENCE_MAP_NAME,
     IndexDescription,
     map_path,
-    save_array,
     save_blend,
     save_maps,
 )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import save_array
 from megacore.data import _compiled as helpers
 from megacore.data.blend import Division, check_epochs, divide, write_blend
 from megacore.data.index_directory import (
@@ -22,7 +23,6 @@ from megacore.data.index_directory import (
     load_map,
     make_map_directory,
     map_path,
-    save_array,
     write_description,
 )
 from megacore.data.index_options import (

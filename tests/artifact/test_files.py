@@ -8,6 +8,7 @@ import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megacore.artifact.files import (
@@ -26,6 +27,7 @@ from megacore.artifact.files import (
     regular,
     replace_file,
     require_space,
+    save_array,
     staged,
     workspace_errors,
     write_json,
@@ -55,6 +57,17 @@ def test_replacing_a_file_leaves_no_temporary(tmp_path: Path, durable: bool) -> 
     assert path.read_bytes() == b"short"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(not exists("/dev/full"), reason="the system has no full device")
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_an_array_on_a_full_disk_raises_a_workspace_error(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.npy"
+    path.symlink_to("/dev/full")
+    with pytest.raises(
+        WorkspaceError, match=r"cannot write .*a.npy: No space left on device: free some space"
+    ):
+        save_array(path, np.zeros(size, np.int32))
 
 
 def test_a_failed_replacement_keeps_the_old_content(

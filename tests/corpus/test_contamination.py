@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from datatrove.pipeline.decont import n_grams
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import simplify_text
 
+from megacore.artifact.files import read_json
 from megacore.corpus import contamination
 from megacore.corpus.contamination import (
     HASHES_NAME,
@@ -31,7 +33,8 @@ from megacore.corpus.curate_job import CurateOptions
 from megacore.corpus.documents import CorpusWriter, SourceFile, names_sources, write_sources
 from megacore.data.copies import split_copies
 from megacore.data.index_options import IndexOptions, Mixture
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, WorkspaceError
+from megacore.paths import exists
 from tests.data._sentences import write_lengths
 
 ITEM = (
@@ -186,6 +189,35 @@ def test_result_does_not_depend_on_shards_processes_or_a_kill(
     assert np.array_equal(
         np.load(tmp_path / "one" / HASHES_NAME), np.load(tmp_path / "two" / HASHES_NAME)
     )
+
+
+def test_the_json_files_of_a_shard_do_not_grow_with_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All documents of a compressed file are one shard, however many they are."""
+    corpus = write_corpus(tmp_path / "corpus", PLAIN * 400)
+    monkeypatch.setattr(contamination, "read_json", partial(read_json, limit=5_000))
+    assert searched(corpus, tmp_path / "found")["documents"] == 800
+    (tmp_path / "kept").mkdir()
+    counts = remove_documents(
+        corpus,
+        [tmp_path / "found"],
+        0,
+        tmp_path / "kept",
+        tmp_path / "kept.work",
+        CurateOptions(workers=1),
+    )
+    assert (counts["documents"], counts["removed_copies"]) == (2, 798)
+
+
+@pytest.mark.skipif(not exists("/dev/full"), reason="the system has no full device")
+def test_a_disk_that_is_full_when_the_hashes_are_written_is_named(tmp_path: Path) -> None:
+    corpus, output = write_corpus(tmp_path / "corpus", PLAIN), tmp_path / "found"
+    output.mkdir()
+    (output / HASHES_NAME).symlink_to("/dev/full")
+    options = CurateOptions(workers=1)
+    with pytest.raises(WorkspaceError, match=r"documents\.npy: No space left on device"):
+        search_corpus(corpus, output, tmp_path / "work", SETS, 13, options)
 
 
 def test_a_file_that_changes_while_it_is_searched_is_refused(

@@ -1,5 +1,6 @@
 """Of documents that several sources of a blend have, the first source keeps its own."""
 
+import errno
 import json
 import os
 import random
@@ -15,10 +16,12 @@ pytest.importorskip("datatrove", reason="the extra curate is not installed")
 from megacore.config.curate import CurateSteps
 from megacore.config.validate import validated
 from megacore.corpus import curate as stage
+from megacore.corpus import curate_sources
 from megacore.corpus.curate import curate_segments
 from megacore.corpus.curate_report import report_text
 from megacore.corpus.segments import Segment, jsonl_segments, segments
 from megacore.errors import ConfigError
+from megacore.paths import exists
 from tests.corpus.test_curate import OPTIONS, edited, passages, write
 
 Lines = list[int]
@@ -173,3 +176,11 @@ def test_an_earlier_source_that_changes_starts_the_comparison_again(tmp_path: Pa
     write(other, ["two"])
     os.utime(other, (1, 1))
     assert len({alone, with_other, digest([Segment(str(other), "text")])}) == 3
+
+
+@pytest.mark.skipif(not exists("/dev/full"), reason="the system has no full device")
+def test_a_disk_that_is_full_when_few_duplicates_are_written_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "00000.fallen").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        curate_sources._write(tmp_path / "00000.c4_dup", [(3, 1)])
+    assert raised.value.errno == errno.ENOSPC

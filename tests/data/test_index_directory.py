@@ -15,12 +15,11 @@ from megacore.data.index_directory import (
     map_path,
     member_directory,
     read_description,
-    save_array,
     save_maps,
     write_description,
 )
 from megacore.data.index_options import IndexOptions, Member, Mixture
-from megacore.errors import DataFormatError, TransientFileError, WorkspaceError
+from megacore.errors import DataFormatError, TransientFileError
 
 OPTIONS = IndexOptions(split=None, seq_length=10, seed=1, packing="unpacked", add_extra_token=False)
 
@@ -98,16 +97,6 @@ def test_arrays_are_stored_in_numpys_format(tmp_path: Path) -> None:
         assert loaded.dtype == values.dtype
         np.testing.assert_array_equal(loaded, values)
     assert member_directory(tmp_path, 3) == tmp_path / "member-03"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
-def test_a_full_disk_raises_a_workspace_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    path.symlink_to("/dev/full")
-    with pytest.raises(
-        WorkspaceError, match=r"cannot write .*a.npy: No space left on device: free some space"
-    ):
-        save_array(path, np.zeros(100_000, np.int32))
 
 
 def test_a_failing_disk_is_no_damage_of_a_map(

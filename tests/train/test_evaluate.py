@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacore.artifact.files import save_array
 from megacore.data.blend import build_blend
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_directory import map_path, save_array
+from megacore.data.index_directory import map_path
 from megacore.data.samples import BlendedDataset
 from megacore.engine.build import build_engine
 from megacore.models.base import (
