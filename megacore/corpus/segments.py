@@ -83,13 +83,16 @@ def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
 
     JSON Lines files are cut at the first line end after `size` bytes, parquet files between row
     groups (whose size is that of the uncompressed text column). Segments of WARC files, and other
-    compressed files, are never cut; their size is that on disk.
+    compressed files, are never cut; their size is that on disk. Neighbours of one file in one shard
+    are joined.
     """
     shards: list[tuple[Segment, ...]] = []
     shard: list[Segment] = []
     room = size
     for segment in segments:
         for piece, taken in _pieces(segment, size, room):
+            if shard and shard[-1].path == piece.path and shard[-1].stop == piece.start:
+                piece = replace(shard.pop(), stop=piece.stop)
             shard.append(piece)
             room -= taken
             if room <= 0:

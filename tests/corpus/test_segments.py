@@ -6,7 +6,14 @@ import pytest
 
 from megacore.corpus.blocks import read_blocks
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.segments import Segment, divide, jsonl_segments, numbered, segments
+from megacore.corpus.segments import (
+    Segment,
+    divide,
+    jsonl_segments,
+    numbered,
+    page_segments,
+    segments,
+)
 from megacore.errors import DataFormatError
 from tests.corpus._files import write_form
 
@@ -67,6 +74,22 @@ def test_a_shard_may_end_exactly_at_the_start_of_a_line(tmp_path: Path) -> None:
         9: [None],
     }.items():
         assert [shard[0].stop for shard in divide(jsonl_segments([path], "text"), size)] == cuts
+
+
+def test_the_parts_of_a_web_archive_in_one_shard_are_joined(tmp_path: Path) -> None:
+    """A shard has 16 places to cut, and a curation with one entry for each would be too large."""
+    (tmp_path / "a.warc").write_bytes(b"x" * 100)
+    file = SourceFile.of(tmp_path / "a.warc")
+    parts = page_segments([file, file], [[[byte, byte + 1] for byte in range(0, 100, 10)]] * 2)
+    assert [
+        [(part.start, part.stop, part.first_page) for part in shard] for shard in divide(parts, 40)
+    ] == [
+        [(0, 40, 1)],
+        [(40, 80, 41)],
+        [(80, 100, 81), (0, 20, 1)],
+        [(20, 60, 21)],
+        [(60, 100, 61)],
+    ]
 
 
 def test_first_line_counts_from_the_start_of_the_file(tmp_path: Path) -> None:

@@ -114,17 +114,18 @@ def curated(tmp_path: Path, corpus: Path, *steps: dict[str, Any]) -> list[dict[s
     ]
 
 
+@pytest.mark.parametrize(("size", "least"), [(1, 20), (2500, 3)])
 @pytest.mark.parametrize("name", ["a.warc.gz", "a.warc"])
 def test_segments_hold_each_page_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, size: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web_pages, "_CUT_BYTES", 1)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     counts = collect(source_of(write_warc(tmp_path / name)), corpus)
     assert counts["documents"] == 20
-    shards = divide(segments(corpus), 1)
-    assert len(shards) > 20
+    shards = divide(segments(corpus), size)
+    assert len(shards) > least
     pages = [
         page for shard in shards for part in shard for page in web_pages.read_pages(part, LIMIT)
     ]
