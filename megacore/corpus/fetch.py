@@ -136,8 +136,19 @@ def fetch(
             return version
 
 
+def forget_version(target: Path, version: Version) -> None:
+    """Remove what `fetch` wrote for `target`, unless another process has fetched other content.
+
+    Waits for another process's download. Raises WorkspaceError.
+    """
+    with workspace_errors(target), lock(target):
+        known = Version.read(_side_files(target)[0])
+        if known is not None and known.sha256 == version.sha256:
+            forget(target)
+
+
 def forget(target: Path) -> None:
-    """Remove `target` and the other files that `fetch` wrote for it."""
+    """Remove `target` and the other files that `fetch` wrote for it, while its lock is held."""
     for path in (target, *_side_files(target)):
         path.unlink(missing_ok=True)
 
@@ -388,6 +399,12 @@ class _Download:
         with workspace_errors(self._target):
             with open(self._part, "ab") as file:
                 os.fsync(file.fileno())
+                written = os.fstat(file.fileno()).st_size
+            if written != self._size:  # somebody removed it, and an empty one would take its place
+                self._restart()
+                raise _BrokenOffError(
+                    f"{self._part} has {written} of the {self._size} bytes that arrived"
+                )
             write_json(self._about, asdict(version))
             os.replace(self._part, self._target)
             self._about_part.unlink(missing_ok=True)

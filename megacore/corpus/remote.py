@@ -16,7 +16,7 @@ from megacore.artifact.files import workspace_errors
 from megacore.config.data import HttpSource, RemoteFile
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.fetch import fetch, forget, shown
+from megacore.corpus.fetch import Version, fetch, forget_version, shown
 from megacore.corpus.local_files import count_documents
 from megacore.errors import DamagedFileError, DataFormatError
 from megacore.redact import address_identity
@@ -102,7 +102,7 @@ def collect(
         # A document over the limit and a wrong key are no faults of the download; any error in
         # token files is.
         if tokens or isinstance(error, DamagedFileError):
-            _forget_unproven(planned, cache_directory)
+            _forget_unproven(planned, versions, cache_directory)
         raise
     return {
         "documents": documents,
@@ -112,11 +112,13 @@ def collect(
     }
 
 
-def _forget_unproven(planned: Sequence[_Planned], cache_directory: Path) -> None:
+def _forget_unproven(
+    planned: Sequence[_Planned], versions: Sequence[Version], cache_directory: Path
+) -> None:
     """Remove downloads without a known digest, so that the next attempt downloads them again."""
-    for plan in planned:
+    for plan, version in zip(planned, versions, strict=True):
         if plan.remote.sha256 is None:
-            forget(plan.in_cache(cache_directory))
+            forget_version(plan.in_cache(cache_directory), version)
 
 
 def _plan(source: HttpSource) -> list[_Planned]:

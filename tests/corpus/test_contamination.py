@@ -33,8 +33,7 @@ from megacore.corpus.curate_job import CurateOptions
 from megacore.corpus.documents import CorpusWriter, SourceFile, names_sources, write_sources
 from megacore.data.copies import split_copies
 from megacore.data.index_options import IndexOptions, Mixture
-from megacore.errors import DataFormatError, WorkspaceError
-from megacore.paths import exists
+from megacore.errors import DataFormatError
 from tests.data._sentences import write_lengths
 
 ITEM = (
@@ -208,16 +207,6 @@ def test_the_json_files_of_a_shard_do_not_grow_with_its_documents(
         CurateOptions(workers=1),
     )
     assert (counts["documents"], counts["removed_copies"]) == (2, 798)
-
-
-@pytest.mark.skipif(not exists("/dev/full"), reason="the system has no full device")
-def test_a_disk_that_is_full_when_the_hashes_are_written_is_named(tmp_path: Path) -> None:
-    corpus, output = write_corpus(tmp_path / "corpus", PLAIN), tmp_path / "found"
-    output.mkdir()
-    (output / HASHES_NAME).symlink_to("/dev/full")
-    options = CurateOptions(workers=1)
-    with pytest.raises(WorkspaceError, match=r"documents\.npy: No space left on device"):
-        search_corpus(corpus, output, tmp_path / "work", SETS, 13, options)
 
 
 def test_a_file_that_changes_while_it_is_searched_is_refused(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import httpx
 import pytest
 
 from megacore.corpus import fetch as fetch_module
-from megacore.corpus.fetch import Patience, fetch, forget
+from megacore.corpus.fetch import Patience, fetch, forget, forget_version
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 from tests._limits import HANG
 from tests.corpus._server import Site, etag, serve
@@ -93,6 +94,37 @@ def test_the_next_process_resumes_the_download_of_a_killed_one(site: Site, targe
     assert fetch_file(site, target, None).sha256 == SHA256
     assert site.ranges_asked() == [None, f"bytes={2 << 20}-"]
     assert names(target) == {"a.jsonl", "a.jsonl.json"}
+
+
+def test_a_part_that_is_removed_during_the_download_is_fetched_again(
+    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [target.with_name("a.jsonl.part")]
+
+    def remove(done: int, total: int | None) -> None:
+        if parts:
+            parts.pop().unlink()
+
+    @contextmanager
+    def removing(name: str) -> Iterator[fetch_module.ProgressCallback]:
+        yield remove
+
+    monkeypatch.setattr(fetch_module, "download_progress", removing)
+    assert fetch_file(site, target, None).sha256 == SHA256
+    assert target.read_bytes() == CONTENT
+    assert len(site.requests) == 2
+
+
+def test_other_content_that_another_process_fetched_is_not_forgotten(
+    site: Site, target: Path
+) -> None:
+    damaged = fetch_file(site, target, None)
+    site.files["/a.jsonl"] = b"whole"
+    whole = fetch_file(site, target, None)
+    forget_version(target, damaged)
+    assert target.read_bytes() == b"whole"
+    forget_version(target, whole)
+    assert names(target) == set()
 
 
 @pytest.mark.parametrize("values", [{"ranges": False}, {"validators": False}, {"chunked": True}])
