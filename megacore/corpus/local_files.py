@@ -4,7 +4,9 @@ No file is copied; the corpus refers to the files by path.
 """
 
 import glob
-from collections.abc import Iterable, Iterator
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +24,12 @@ from megacore.corpus.formats import (
     unreadable,
 )
 from megacore.errors import DamagedFileError, DataFormatError, one_line
+from megacore.observe.logging import counted
 from megacore.paths import exists, matches
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 Value = TypeVar("Value")
+_logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1024
 _VALUE_BYTES = 16
@@ -49,6 +53,7 @@ def collect(
     parquet without the column.
     """
     files = list_files(source)
+    warn_of_repetitions([Path(file.path) for file in files])
     for file in files:
         if (file_format_of(file.path) == "parquet") != (source.kind == "parquet"):
             kind = "jsonl" if source.kind == "parquet" else "parquet"
@@ -121,6 +126,22 @@ def without_links(paths: Iterable[tuple[Path, Value]]) -> list[Value]:
             parents[path.parent] = path.parent.resolve()
         found.setdefault(parents[path.parent] / path.name, value)
     return list(found.values())
+
+
+def warn_of_repetitions(paths: Sequence[Path]) -> None:
+    """Log a warning if the patterns of a source overlap, so that files are read more than once."""
+    parents = {path.parent: path.parent.resolve() for path in paths}
+    counts = Counter(parents[path.parent] / path.name for path in paths)
+    repeated = [(path, times) for path, times in counts.items() if times > 1]
+    if repeated:
+        path, times = repeated[0]
+        _logger.warning(
+            "data.source.files names %s, the first being %s %d times: their documents are repeated "
+            "as often; name each file once unless that is intended",
+            counted(len(repeated), "file") + " more than once",
+            path,
+            times,
+        )
 
 
 def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:

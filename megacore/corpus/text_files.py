@@ -13,7 +13,7 @@ from megacore.config.data import TextSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.formats import RAISE, open_file, too_large, unreadable
-from megacore.corpus.local_files import expand, without_links
+from megacore.corpus.local_files import expand, warn_of_repetitions, without_links
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
 from megacore.paths import is_dir
@@ -70,6 +70,7 @@ def collect(source: TextSource, directory: Path, document_bytes: int) -> dict[st
             `document_bytes`.
     """
     files = list_text_files(source)
+    warn_of_repetitions([file.path for file in files])
     skipped = size = 0
     with CorpusWriter(directory, document_bytes) as writer:
         for file in files:

@@ -90,6 +90,7 @@ def collect(source: WarcSource, directory: Path) -> dict[str, int]:
     Each file is read once. Raises DamagedFileError for one that is no whole WARC file.
     """
     files = local_files.list_files(source)
+    local_files.warn_of_repetitions([Path(file.path) for file in files])
     scanned = [_scan(file.path) for file in files]
     write_sources(directory, source.kind, files, cuts=[places for places, _ in scanned])
     return {

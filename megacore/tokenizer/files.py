@@ -19,7 +19,7 @@ from megacore.artifact.manifest import FileEntry, Manifest, file_digest
 from megacore.config.data import ExistingTokenizer, HfTokenizer, JsonlSource
 from megacore.corpus.documents import SourceFile, check_unchanged_files
 from megacore.corpus.formats import SUFFIXES
-from megacore.corpus.local_files import list_files
+from megacore.corpus.local_files import list_files, warn_of_repetitions
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
 from megacore.paths import exists, is_dir
@@ -60,6 +60,7 @@ class Inputs:
         Raises DataFormatError.
         """
         files = list_files(JsonlSource(kind="jsonl", files=tuple(patterns), key=key))
+        warn_of_repetitions([Path(file.path) for file in files])
         plain = all(Path(file.path).suffix not in SUFFIXES for file in files)
         size = sum(file.size for file in files) if plain else None
         return cls(tuple(jsonl_segments([file.path for file in files], key)), tuple(files), size)

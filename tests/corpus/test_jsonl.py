@@ -79,6 +79,18 @@ def test_a_folder_that_cannot_be_listed_is_refused_and_not_left_out_of_a_glob(
             list_files(source(tmp_path / pattern))
 
 
+def test_a_file_that_several_patterns_match_is_read_as_often_and_named(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = collect(source(files / "a.jsonl", files / "b.jsonl"), tmp_path / "out")
+    assert (counts["documents"], caplog.messages) == (3, [])
+    os.symlink("in", tmp_path / "link")
+    repeated = source(files / "*.jsonl", tmp_path / "link/a.jsonl")
+    assert collect(repeated, tmp_path / "out")["documents"] == 4
+    (message,) = caplog.messages
+    assert f"1 file more than once, the first being {files / 'a.jsonl'} 2 times" in message
+
+
 def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
     jsonl_source = source(files / "a.jsonl")
     before = fingerprint(jsonl_source)

@@ -91,6 +91,16 @@ def test_a_glob_that_matches_a_directory_and_its_files_reads_them_once(
     assert counts["documents"] == 2
 
 
+def test_a_file_that_is_named_with_its_directory_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("a")
+    counts, _ = collected(source_of(tmp_path / "in", tmp_path / "in/a.txt"), tmp_path / "out")
+    assert counts["documents"] == 2
+    assert [f"{tmp_path / 'in/a.txt'} 2 times" in each for each in caplog.messages] == [True]
+
+
 def test_a_directory_gives_its_text_and_counts_the_rest(tmp_path: Path) -> None:
     root = tmp_path / "notes"
     (root / ".git").mkdir(parents=True)
