@@ -25,6 +25,9 @@ _VERSION = 3
 """Version of what is read of a page, in the keys of the stages that read web pages."""
 _CUT_BYTES = 1 << 22
 """Least number of bytes on disk between two places at which a file may be cut into segments."""
+_MOST_CUTS = 4_000_000
+"""Number of places of all files, beyond which they are farther apart: `sources.json`, with 50 bytes
+for each, has to stay below the limit of a JSON file."""
 _PIECE_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
 _HTML = ("text/html", "application/xhtml+xml")
@@ -91,7 +94,8 @@ def collect(source: WarcSource, directory: Path) -> dict[str, int]:
     """
     files = local_files.list_files(source)
     local_files.warn_of_repetitions([Path(file.path) for file in files])
-    scanned = [_scan(file.path) for file in files]
+    distance = sum(file.size for file in files) // _MOST_CUTS
+    scanned = [_scan(file.path, distance) for file in files]
     write_sources(directory, source.kind, files, cuts=[places for places, _ in scanned])
     return {
         "documents": sum(pages for _, pages in scanned),
@@ -138,11 +142,14 @@ def read_pages(segment: Segment, document_bytes: int) -> Iterator[Page]:
         number += 1
 
 
-def _scan(path: str) -> tuple[list[list[int]], int]:
-    """Return places to cut a file, each as byte and number of the next page, and all its pages."""
+def _scan(path: str, distance: int = 0) -> tuple[list[list[int]], int]:
+    """Return places to cut a file, each as byte and number of the next page, and all its pages.
+
+    They are at least `distance` bytes apart, and _CUT_BYTES.
+    """
     places, page = [[0, 1]], 1
     for start, record in _records(path, 0, None):
-        if start - places[-1][0] >= _CUT_BYTES:
+        if start - places[-1][0] >= max(distance, _CUT_BYTES):
             places.append([start, page])
         page += _is_page(record)
     return places, page - 1

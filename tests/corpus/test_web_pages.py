@@ -135,6 +135,21 @@ def test_segments_hold_each_page_once(
     assert {page.date for page in pages} == {"2020-01-02T03:04:05Z"}
 
 
+def test_places_to_cut_are_farther_apart_where_they_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_pages, "_CUT_BYTES", 1)
+    monkeypatch.setattr(web_pages, "_MOST_CUTS", 5)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    files = [write_warc(tmp_path / name) for name in ("a.warc", "b.warc")]
+    assert collect(source_of(*files), corpus)["documents"] == 40
+    parts = segments(corpus)
+    assert 4 <= len(parts) <= 7
+    numbers = [page.number for part in parts for page in web_pages.read_pages(part, LIMIT)]
+    assert numbers == [*range(1, 21)] * 2
+
+
 def test_curation_extracts_the_text_of_pages_and_keeps_that_of_wet_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
