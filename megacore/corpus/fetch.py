@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact.build import lock
+from megacore.artifact.build import lock, try_lock
 from megacore.artifact.files import read_json, sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
@@ -137,13 +137,13 @@ def fetch(
 
 
 def forget_version(target: Path, version: Version) -> None:
-    """Remove what `fetch` wrote for `target`, unless another process has fetched other content.
+    """Remove what `fetch` wrote for `target`, unless another process fetches it or has done so.
 
-    Waits for another process's download. Raises WorkspaceError.
+    Raises WorkspaceError.
     """
-    with workspace_errors(target), lock(target):
+    with workspace_errors(target), try_lock(target) as free:
         known = Version.read(_side_files(target)[0])
-        if known is not None and known.sha256 == version.sha256:
+        if free and known is not None and known.sha256 == version.sha256:
             forget(target)
 
 

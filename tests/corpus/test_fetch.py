@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megacore.artifact.build import lock
 from megacore.corpus import fetch as fetch_module
 from megacore.corpus.fetch import Patience, fetch, forget, forget_version
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
@@ -122,6 +123,8 @@ def test_other_content_that_another_process_fetched_is_not_forgotten(
     site.files["/a.jsonl"] = b"whole"
     whole = fetch_file(site, target, None)
     forget_version(target, damaged)
+    with lock(target):
+        forget_version(target, whole)
     assert target.read_bytes() == b"whole"
     forget_version(target, whole)
     assert names(target) == set()
