@@ -16,7 +16,7 @@ from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.corpus.fetch import first_sentence
-from megacore.corpus.formats import too_large
+from megacore.corpus.formats import too_large, unreadable
 from megacore.errors import DataFormatError, DownloadError
 from megacore.paths import is_dir, is_file, rglob
 
@@ -31,11 +31,14 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
     For a local directory, the paths, sizes and modification times of its files are included.
 
     Without a revision the hub's content may change under the same name; pin a commit where that
-    matters.
+    matters. Raises DataFormatError for a local directory that cannot be listed, FileAccessError.
     """
     if not is_dir(source.dataset):
         return key_parameters(source, "collect")
-    files = sorted(path for path in rglob(source.dataset, "*") if is_file(path))
+    try:
+        files = sorted(path for path in rglob(source.dataset, "*") if is_file(path))
+    except OSError as error:
+        raise unreadable(error.filename or source.dataset, error) from error
     identities = [[file.path, file.size, file.mtime_ns] for file in map(SourceFile.of, files)]
     return key_parameters(source, "collect", {"files": identities})
 

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,6 +44,23 @@ def test_rows_of_local_parquet_become_documents(
     assert counts == {"documents": 4, "files": 0, "skipped_files": 0, "bytes": 15}
     lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["eins", "zwei", "", "größe"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` itself leaves such a folder out."""
+    (dataset / "more").mkdir()
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "more":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataFormatError, match="/more cannot be read: Permission denied"):
+        fingerprint(source(dataset))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
