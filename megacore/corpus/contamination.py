@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import (
+    canonical_json,
     read_json,
     replace_file,
     save_array,
@@ -401,8 +402,9 @@ def remove_documents(
             stop = first + shard["documents"]
             in_shard = copies[slice(*np.searchsorted(copies, (first, stop)))] - first
             numbers = np.setdiff1d(in_shard, shard["hits"]).astype("<u8")
-            replace_file(_numbers(work, "copies", rank), numbers.tobytes())
-            write_json(_plan(work, rank), shard)
+            # Each attempt writes them again. `write_json` would list the directory of all shards.
+            replace_file(_numbers(work, "copies", rank), numbers.tobytes(), durable=False)
+            replace_file(_plan(work, rank), canonical_json(shard), durable=False)
             first = stop
         _run_shards(job, "remove", _remove_from_shard, options.processes)
         with discarding_job(work):
