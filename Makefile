@@ -27,11 +27,11 @@ PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder --max-worker-res
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv test test-slow test-all soak faults bench gpu pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
+.PHONY: help venv test test-slow test-all test-long soak faults bench gpu pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
-	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test, test-slow, test-all, bench and gpu. PYTHON= names the interpreter of .venv."
+	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to the tests, bench and gpu. PYTHON= names the interpreter of .venv."
 
 # `make venv TORCH='torch==2.10.*'` installs again if .venv was made with another TORCH.
 ifneq ($(TORCH),)
@@ -47,15 +47,18 @@ $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
 
 test: $(STAMP)  ## Run the fast tests, 9 to 27 minutes on two cores (ARGS="-k name" for some, JOBS=4)
-	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
+	$(PYTEST) --numprocesses $(JOBS) -m "not slow and not long" $(ARGS) $(NONE_ALLOWED)
 
 # Three at a time, on any machine: most of these start several processes, and many wait.
 test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
 	$(PYTEST) --numprocesses 3 -m slow $(ARGS) $(NONE_ALLOWED)
 
 # One session starts each worker's Prefect server, and prepares what fast and slow tests share, only once.
-test-all: $(STAMP)  ## Run all tests
-	$(PYTEST) --numprocesses 3 $(ARGS)
+test-all: $(STAMP)  ## Run both in one session
+	$(PYTEST) --numprocesses 3 -m "not long" $(ARGS)
+
+test-long: $(STAMP)  ## Run what takes minutes of a processor each, before a release: a training and its fine-tuning, compilers
+	$(PYTEST) --numprocesses 2 -m long $(ARGS)
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)

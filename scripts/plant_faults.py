@@ -123,7 +123,7 @@ def _first_failure(directory: Path, tests: Sequence[str], suite: Suite, limit: f
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     # Without it, a file that cannot be imported is not counted as a failed test.
     command.append("--continue-on-collection-errors")
-    selection = ["-m", "not slow"] if suite == "test" else []
+    selection = ["-m", "not slow and not long" if suite == "test" else "not long"]
     environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
     shared = Path(os.environ.get("MEGACORE_SHARED") or ROOT.parent / "shared").resolve()
     if shared.is_dir():

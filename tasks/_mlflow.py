@@ -310,7 +310,7 @@ class Tracking:
         if header[:16] != _SQLITE or header[18:20] != _ROLLBACK or any(map(exists, logs)):
             return None
         view = hashlib.sha256(canonical_json(_VIEW_STATE)).hexdigest()
-        programs = [versions().get(f"version.{package}") for package in ("mlflow", "megacore")]
+        programs = [installed_version(package) for package in ("mlflow", "megacore")]
         counter = header[24:28].hex()  # of transactions
         return [
             self.uri,

@@ -197,7 +197,7 @@ torch.testing.assert_close(*weights)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_one_build_serves_every_rank(
     tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch

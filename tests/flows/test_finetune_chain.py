@@ -37,7 +37,7 @@ def accuracy(root: Path, *, random_weights: bool) -> float:
     raise AssertionError("no such run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_pretraining_improves_the_accuracy(separate_workspace: Path, tmp_path: Path) -> None:
     from flows.finetune import finetune

@@ -172,7 +172,7 @@ def test_deepspeed_trains_the_same_sequences(
         assert list(_runs.losses(tmp_path / name).values()) == pytest.approx(serial, rel=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler_cache")
 def test_compiled_layers_give_the_same_bits_after_a_resume(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
