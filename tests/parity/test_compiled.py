@@ -21,10 +21,12 @@ pytestmark = pytest.mark.slow
 COMPILED = {"compile": "on"}
 SHORT = {"num_layers": 2}
 CASES = {
-    "tp2 sp, selective recomputation": Case(TP2 | SP, COMPILED | {"recompute": "selective"}, SHORT),
+    "tp2 sp": Case(TP2 | SP, COMPILED, SHORT),
+    "llama cp2": Case(CP2, COMPILED, LLAMA | SHORT),
+    "pp2, selective recomputation": Case(PP2, COMPILED | M4 | {"recompute": "selective"}, SHORT),
     "pp2 delayed": Case(PP2 | DELAYED, COMPILED | M4, SHORT),
-    "llama cp2 parameters, full recomputation": Case(
-        CP2 | ZERO3, COMPILED | M4 | {"recompute": "full"}, LLAMA | SHORT
+    "llama dp2 parameters, full recomputation": Case(
+        ZERO3, COMPILED | M4 | {"recompute": "full"}, LLAMA | SHORT
     ),
 }
 
