@@ -4,7 +4,6 @@ The source is local files or a data set of the Hugging Face hub.
 """
 
 import csv
-import glob
 import json
 import re
 import sys
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from megacore.artifact.files import parse_json, reason_of, workspace_errors
 from megacore.config.finetune import FileRows, FinetuneDataConfig, HubRows
 from megacore.corpus.documents import SourceFile
-from megacore.corpus.formats import decompress, file_format_of, lines
+from megacore.corpus.formats import decompress, file_format_of, lines, unreadable
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 from megacore.finetune.pretrained import quiet
 from megacore.foreign.files import shortened
-from megacore.paths import is_dir, is_file, rglob
+from megacore.paths import is_dir, is_file, matches, rglob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,18 +61,19 @@ def _identities(paths: list[Path]) -> list[list[Any]]:
 def list_files(patterns: tuple[str, ...], split: str) -> list[Path]:
     """Return the files that match paths and globs, sorted within each glob, without duplicates.
 
-    Raises DataFormatError when a pattern matches no file.
+    Raises DataFormatError when a pattern matches no file, or a folder cannot be listed;
+    FileAccessError.
     """
     files: list[Path] = []
     for pattern in patterns:
-        matches = [
-            Path(name)
-            for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        ]
-        matching_files = [path for path in matches if is_file(path)]
+        try:
+            found = sorted(matches(str(Path(pattern).expanduser())), key=str)
+        except OSError as error:
+            raise unreadable(error.filename or pattern, error) from error
+        matching_files = [path for path in found if is_file(path)]
         if not matching_files:
-            there = "is a directory" if any(map(is_dir, matches)) else "is not a file"
-            problem = there if matches else "names no file"
+            there = "is a directory" if any(map(is_dir, found)) else "is not a file"
+            problem = there if found else "names no file"
             raise DataFormatError(
                 f"data.source.{split} has {pattern}, which {problem}: check the path or glob"
             )

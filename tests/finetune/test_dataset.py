@@ -1,7 +1,9 @@
 """Rows of files and of data sets on the hub."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import zstandard
 from megacore.artifact.manifest import list_files
 from megacore.config.finetune import FinetuneDataConfig
 from megacore.corpus.formats import BOM, DOCUMENT_BYTES
-from megacore.errors import DataFormatError, DownloadError
+from megacore.errors import DataFormatError, DownloadError, FileAccessError
 from megacore.finetune import dataset
 from megacore.finetune.dataset import collect_rows, dataset_fingerprint, open_split
 from tests.finetune._tiny_models import pair_rows, write_rows
@@ -67,6 +69,26 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         case _:
             write_rows(path, rows)
     return path
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EACCES, DataFormatError), (errno.EIO, FileAccessError)]
+)
+def test_a_folder_that_cannot_be_listed_is_refused_and_not_left_out_of_a_glob(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("2023", "2024"):
+        write_rows(tmp_path / name / "a.jsonl", ROWS)
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "2024":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(kind, match=r"/2024 .*(Permission denied|Input/output error)"):
+        dataset_fingerprint(files(tmp_path / "*" / "*.jsonl"), seed=1)
 
 
 @pytest.mark.parametrize(
