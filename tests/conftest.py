@@ -268,37 +268,41 @@ def compiler_cache(
 
 
 @pytest.fixture(scope="session")
-def empty_store(
+def written_once(
     computed_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Provide an mlflow.db with tables and without content; creating it takes seconds."""
-    from tasks._mlflow import create_store
+) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Provide a function that lets only one worker write a file, and returns a copy's path.
 
-    def create() -> bytes:
-        path = tmp_path_factory.mktemp("new-store") / "mlflow.db"
-        create_store(f"sqlite:///{path}")
-        return path.read_bytes()
+    Arguments: the file's name, and a function that writes it to a path.
+    """
 
-    store = tmp_path_factory.mktemp("store") / "mlflow.db"
-    store.write_bytes(computed_once("empty-store", create))
-    return store
+    def written(name: str, write: Callable[[Path], object]) -> Path:
+        path = tmp_path_factory.mktemp("written") / name
+
+        def content() -> bytes:
+            write(path)
+            return path.read_bytes()
+
+        path.write_bytes(computed_once(name, content))
+        return path
+
+    return written
 
 
 @pytest.fixture(scope="session")
-def prefect_database(
-    computed_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def empty_store(written_once: Callable[..., Path]) -> Path:
+    """Provide an mlflow.db with tables and without content; creating it takes seconds."""
+    from tasks._mlflow import create_store
+
+    return written_once("mlflow.db", lambda path: create_store(f"sqlite:///{path}"))
+
+
+@pytest.fixture(scope="session")
+def prefect_database(written_once: Callable[..., Path]) -> Path:
     """Provide a prefect.db with tables and without content; creating it takes many seconds."""
     from tests._prefect import write_database
 
-    def create() -> bytes:
-        path = tmp_path_factory.mktemp("new-prefect") / "prefect.db"
-        write_database(path)
-        return path.read_bytes()
-
-    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
-    database.write_bytes(computed_once("prefect-database", create))
-    return database
+    return written_once("prefect.db", write_database)
 
 
 @pytest.fixture(scope="session")
