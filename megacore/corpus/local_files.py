@@ -136,9 +136,9 @@ def warn_of_repetitions(paths: Sequence[Path]) -> None:
     if repeated:
         path, times = repeated[0]
         _logger.warning(
-            "data.source.files names %s, the first being %s %d times: their documents are repeated "
-            "as often; name each file once unless that is intended",
-            counted(len(repeated), "file") + " more than once",
+            "the source names %s more than once, the first being %s %d times: their documents are "
+            "repeated as often; name each file once unless that is intended",
+            counted(len(repeated), "file"),
             path,
             times,
         )
