@@ -51,7 +51,7 @@ test: $(STAMP)  ## Run the fast tests, 9 to 27 minutes on two cores (ARGS="-k na
 
 # Three at a time, on any machine: most of these start several processes, and many wait.
 test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
-	$(PYTEST) --numprocesses 3 -m slow $(ARGS) $(NONE_ALLOWED)
+	$(PYTEST) --numprocesses 3 -m "slow and not long" $(ARGS) $(NONE_ALLOWED)
 
 # One session starts each worker's Prefect server, and prepares what fast and slow tests share, only once.
 test-all: $(STAMP)  ## Run both in one session

@@ -119,7 +119,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     Each worker of pytest-xdist would import them all.
     """
-    if config.option.markexpr != "slow" or not collection_path.match("test_*.py"):
+    if config.option.markexpr not in ("slow", "slow and not long") or not collection_path.match("test_*.py"):
         return None
     return None if _may_have_slow_tests(collection_path) else True
 

@@ -340,12 +340,12 @@ def local_deepspeed_command(
 
 
 def rank_environment(
-    threads: int, *, one_machine: bool = True, environment: Mapping[str, str] = os.environ
+    threads: int, *, one_machine: bool = True, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the environment variables of every rank.
 
     They set the number of CPU threads, and the loopback interface for a job on one host. Options of
-    glibc in `environment` are kept.
+    glibc in `environment`, by default this process's, are kept.
 
     They also tell glibc to keep large blocks, and to take huge pages where Linux gives them on
     request. It would otherwise return the logits' memory after each step and fault it in again in
@@ -353,7 +353,8 @@ def rank_environment(
     libraries ignore these variables.
     """
     count = str(threads)
-    tunables = environment.get(TUNABLES, "")
+    # Not a default of the argument: datasets replaces os.environ when it maps in processes.
+    tunables = (os.environ if environment is None else environment).get(TUNABLES, "")
     if _HUGE_PAGES not in tunables:
         tunables = f"{tunables}:{_HUGE_PAGES}=1".lstrip(":")
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}

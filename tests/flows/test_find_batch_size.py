@@ -40,6 +40,7 @@ def write_conf(root: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_distributions_are_compared_and_cached(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,7 +238,7 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
     before = set(finished.runs)
     finished.finetune(
         optim__lr=5e-3,
-        train__max_steps=120,
+        train__max_steps=60,
         checkpoint__save_interval=20,
         launch__retries=1,
         launch__retry_delay=0,
@@ -248,7 +248,7 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
     starts = events(run, "start")
     assert [event["attempt"] for event in starts] == [1, 2]
     assert starts[1]["resumed_from"] == 20
-    assert max(event["iteration"] for event in events(run, "step")) == 120
+    assert max(event["iteration"] for event in events(run, "step")) == 60
 
 
 def test_invalid_configurations_are_refused_before_training(finished: Place) -> None:

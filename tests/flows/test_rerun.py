@@ -56,13 +56,16 @@ FAST = {
     "changed": {"evaluate"},
 }
 """Stages that `make test` runs, by test."""
+LONG = {"changed": {"publish", "convert", "index", "collect"}}
+"""Stages that `make test-long` runs: tests/tasks/test_keys.py changes every field."""
 
 
 def stages_of(test: str, stages: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(stage, marks=() if stage in FAST[test] else pytest.mark.slow)
+    marks = {
+        stage: pytest.mark.long if stage in LONG.get(test, ()) else pytest.mark.slow
         for stage in stages
-    ]
+    }
+    return [pytest.param(stage, marks=() if stage in FAST[test] else marks[stage]) for stage in marks]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Kernels that Inductor generates for the layers and the loss, compiled for A100 and H100."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,13 +49,29 @@ _MASKS = {
 }
 
 
+LONG = {"bert-345m compiled, sm_90", "alibi, masked, sm_90"}
+"""Cases with the kernels of others, which `make test-long` runs."""
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow)
+        for name in names
+    ]
+
+
 @pytest.fixture(scope="module")
-def records() -> dict[str, Record]:
-    return run_cases(CASES | _MASKS)
+def records(request: pytest.FixtureRequest) -> dict[str, Record]:
+    """Return the record of each case whose test runs in this session."""
+    names = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module
+    }
+    return run_cases({name: case for name, case in (CASES | _MASKS).items() if name in names})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_kernels_of_layers_and_loss_compile_to_machine_code(
     records: dict[str, Record], name: str
 ) -> None:
@@ -65,8 +83,7 @@ def test_kernels_of_layers_and_loss_compile_to_machine_code(
         assert any(operation in kernel for kernel in record.binaries), (operation, record.binaries)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _MASKS)
+@pytest.mark.parametrize("name", marked(_MASKS))
 def test_kernels_of_masks_compile_to_machine_code(records: dict[str, Record], name: str) -> None:
     record = records[name]
     assert record.failures == []

@@ -26,9 +26,9 @@ from megacore.parallel.rng import micro_batch_seed
 from megacore.pipeline_parallel.partition import shared_stages
 from tests._dist import own_groups, still_alive
 
-STEPS = 20
+STEPS = 12
 """Steps of the schedule, and of the cases of a kind of layout or precision that run all of it."""
-FEW = 8
+FEW = 5
 """Steps of other cases. Losses and norms are compared after each: an error in forward and backward
 shows in the first step, one in the update in the second."""
 SEQ_LENGTH = 32

@@ -22,8 +22,8 @@ from tests.parity.test_layouts import (
     T5_V11,
     TP2,
     compare,
+    marked,
     selected,
-    slow_unless,
 )
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
@@ -122,6 +122,26 @@ FAST = {
     "stage 1 bf16",
 }
 """Cases of two ranks that `make test` runs."""
+LONG = {
+    "stage 1, small buckets that overlap",
+    "stage 2, full recomputation in host memory",
+    "stage 3, small parameters whole",
+    "stage 3, full recomputation",
+    "stage 2 by a file",
+    "tp2 stage 1",
+    "tp2 sp stage 2",
+    "pp2 stage 0",
+    "pp2 stage 1 uneven",
+    "tp2 stage 0 bf16",
+    "pp2 stage 0 bf16",
+    "stage 2 bf16",
+    "pp2 stage 1 bf16",
+    "llama tp2 stage 3",
+    "bert stage 3",
+    "t5 pp2 stage 1",
+    "tp2 pp2 stage 1",
+}
+"""Cases that combine what others contain, which `make test-long` runs."""
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +159,14 @@ def serial() -> dict[str, Result]:
     return {}
 
 
-@pytest.mark.parametrize("name", slow_unless(FAST, TWO_RANKS))
+@pytest.mark.parametrize("name", marked(TWO_RANKS, FAST, LONG))
 def test_two_deepspeed_ranks_match_the_native_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", marked(FOUR_RANKS, set(), LONG))
 def test_four_deepspeed_ranks_match_the_native_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:

@@ -291,6 +291,45 @@ FAST = {
     "t5 dp2 distributed optimizer",
 }
 """Cases of two ranks that `make test` runs."""
+LONG = {
+    "tp2 sp, one sample at a time",
+    "muon dp2 distributed optimizer, small buckets",
+    "muon dp2 gradients",
+    "muon llama tp2 bf16",
+    "tp2 sp bf16, plain kernels",
+    "pp2 fp16",
+    "dp2 distributed optimizer fp16",
+    "llama pp2 delayed",
+    "llama pp2, plain kernels",
+    "llama dp2 distributed optimizer",
+    "gemma2 tp2 bf16",
+    "olmo2 tp2 bf16",
+    "qwen2 pp2",
+    "llama 3 tp2",
+    "partial dynamic rope pp2",
+    "partial dynamic rope cp2",
+    "cp2, label smoothing and z-loss",
+    "cp2, plain kernels, selective recomputation",
+    "cp2, full recomputation",
+    "cp2, dropout, plain kernels",
+    "cp2 bf16",
+    "bert dp2, plain kernels",
+    "t5 tp2",
+    "t5 dp2 distributed optimizer, plain kernels",
+    "tp4",
+    "tp4 sp, fewer key-value heads than ranks",
+    "cp4",
+    "cp2 pp2, dropout",
+    "cp2 tp2 sp, documents",
+    "tp2 pp2, selective recomputation",
+    "tp2 pp2 sp fp16",
+    "pp4 delayed",
+    "dp4 gradients",
+    "muon dp2 tp2, gradients",
+    "muon gqa tp4",
+    "t5 tp2 pp2 sp",
+}
+"""Cases that combine what others contain, which `make test-long` runs."""
 OPTIONS_OF_THE_LAYOUT = ("recompute", "kernels", "compile")
 """Prefixes of training options that the serial run leaves at their defaults."""
 TOLERANCES = {
@@ -334,10 +373,11 @@ def selected(cases: dict[str, Case], request: pytest.FixtureRequest) -> dict[str
     return {name: case for name, case in cases.items() if name in names}
 
 
-def slow_unless(fast: set[str], cases: dict[str, Case]) -> list[Any]:
+def marked(cases: dict[str, Case], fast: set[str], long: set[str]) -> list[Any]:
     """Return the names of the cases as parameters, marked slow unless they are in `fast`."""
     assert fast <= cases.keys()
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in cases]
+    marks = {name: pytest.mark.long if name in long else pytest.mark.slow for name in cases}
+    return [pytest.param(name, marks=() if name in fast else marks[name]) for name in cases]
 
 
 def compare(
@@ -389,7 +429,7 @@ def sum_over_layout(case: Case, validations: list[list[float]]) -> list[float]:
     return [sum(term) / tensor for term in zip(*validations, strict=True)]
 
 
-@pytest.mark.parametrize("name", slow_unless(FAST, TWO_RANKS))
+@pytest.mark.parametrize("name", marked(TWO_RANKS, FAST, LONG))
 def test_two_ranks_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
@@ -410,8 +450,7 @@ def test_delayed_weight_gradients_give_the_same_bits(
         assert delayed.validation == whole.validation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", marked(FOUR_RANKS, set(), LONG))
 def test_four_ranks_match_the_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
