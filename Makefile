@@ -57,7 +57,7 @@ test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, 
 test-all: $(STAMP)  ## Run both in one session
 	$(PYTEST) --numprocesses 3 -m "not long" $(ARGS)
 
-test-long: $(STAMP)  ## Run what takes minutes of a processor each, before a release: a training and its fine-tuning, compilers
+test-long: $(STAMP)  ## Run the rest before a release: more kills, layouts and launchers, a training and its fine-tuning, compilers
 	$(PYTEST) --numprocesses 2 -m long $(ARGS)
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1

@@ -47,6 +47,7 @@ _LONGEST = (
 
 _SLOW = re.compile(r"slow|\branks: ", re.IGNORECASE)
 """Text of the files with slow tests: they name the mark, or take the fixture `ranks`."""
+_ONLY_SLOW = ("slow", "slow and not long")
 OVERLOOKED = pytest.StashKey[list[Path]]()
 """Collected files with slow tests but without that text, which `-m slow` leaves out."""
 HANG_LIMIT = 1000
@@ -119,7 +120,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     Each worker of pytest-xdist would import them all.
     """
-    if config.option.markexpr not in ("slow", "slow and not long") or not collection_path.match("test_*.py"):
+    if config.option.markexpr not in _ONLY_SLOW or not collection_path.match("test_*.py"):
         return None
     return None if _may_have_slow_tests(collection_path) else True
 

@@ -79,8 +79,8 @@ def write_distributed(root: Path) -> None:
     ("form", "write"),
     [
         ("hf", write_hf),
-        ("neox", write_neox_model),
-        ("nanotron", write_nanotron_model),
+        pytest.param("neox", write_neox_model, marks=pytest.mark.long),
+        pytest.param("nanotron", write_nanotron_model, marks=pytest.mark.long),
         ("megatron", write_classic),
         ("megatron", write_distributed),
     ],

@@ -32,6 +32,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
             team.clone.servers("stop")
 
 
+@pytest.mark.long
 def test_run_on_postgresql_survives_backup_and_restore(team: Team, tmp_path: Path) -> None:
     team.start()
     check_that_passwords_are_required(team)

@@ -34,7 +34,7 @@ DISKS = [kind.name for kind in KINDS.values() if kind.ranks == 1 and kind.same_a
 DISKS_PER_KIND = 3
 OUTAGES = {"mlflow": 4, "prefect": 3}
 MUTATION_FACTOR = 10.0
-"""Damaged files, in multiples of those in continuous integration."""
+"""Damaged files; continuous integration has a factor of 0.5."""
 MUTATION_LIMIT = 1800.0
 _LONGEST_FIRST = ("flow", "prefect", "mlflow", "launcher")
 

@@ -12,13 +12,13 @@ from tests.faults._cases import Bench
 from tests.faults._mutations import run_forms
 
 FORMS = "tests.faults._forms:FORMS"
-MINIMUM_MUTATIONS = 2000
+MINIMUM_MUTATIONS = 1000
 
 
 @pytest.mark.slow
 def test_damaged_files_are_read_or_refused(bench: Bench, tmp_path: Path) -> None:
     progress = tmp_path / "progress"
-    child = bench.nursery.start(run_forms, FORMS, tmp_path / "forms", 0, 1.0, progress)
+    child = bench.nursery.start(run_forms, FORMS, tmp_path / "forms", 0, 0.5, progress)
     answer = child.finish(2 * HANG)
     current = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the start"
     assert "value" in answer, (

@@ -61,11 +61,12 @@ LONG = {"changed": {"publish", "convert", "index", "collect"}}
 
 
 def stages_of(test: str, stages: Iterable[str]) -> list[Any]:
-    marks = {
-        stage: pytest.mark.long if stage in LONG.get(test, ()) else pytest.mark.slow
-        for stage in stages
-    }
-    return [pytest.param(stage, marks=() if stage in FAST[test] else marks[stage]) for stage in marks]
+    long = LONG.get(test, set())
+    marks = {stage: pytest.mark.long if stage in long else pytest.mark.slow for stage in stages}
+    return [
+        pytest.param(stage, marks=() if stage in FAST[test] else mark)
+        for stage, mark in marks.items()
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,7 @@ def conf(rig: Rig, empty_store: Path) -> Path:
 @pytest.fixture(
     scope="module", params=["torchrun", pytest.param("deepspeed", marks=pytest.mark.long)]
 )
-def trained(
-    rig: Rig, conf: Path, prefect_database: Path, request: pytest.FixtureRequest
-) -> Path:
+def trained(rig: Rig, conf: Path, prefect_database: Path, request: pytest.FixtureRequest) -> Path:
     """Run the flow with a launcher and return the directory of its run on host a.
 
     It is moved away there, so that another launcher trains too.
@@ -95,9 +93,7 @@ def events_on_one_host(
         rig, job.model_copy(update={**update, "exit_directory": str(run / "exit")})
     )
     outcome = tmp_path_factory.mktemp("one") / "outcome"
-    result = rig.run(
-        "a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)]
-    )
+    result = rig.run("a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)])
     assert json.loads(outcome.read_text())["error"] == "", result.stderr
     return _jobs.events(_jobs.as_seen_outside(rig, run))
 
@@ -143,9 +139,7 @@ def test_other_host_gets_only_the_files_its_ranks_read(rig: Rig, trained: Path) 
         job.tokenizer_directory,
         str(Path(job.token_prefixes[0]).parent),
     ):
-        source, copy = (
-            _jobs.as_seen_outside(rig, Path(directory), host) for host in "ab"
-        )
+        source, copy = (_jobs.as_seen_outside(rig, Path(directory), host) for host in "ab")
         expected_names = {*Manifest.read(source).files, "manifest.json"}
         assert {
             name: content

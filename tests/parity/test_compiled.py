@@ -15,9 +15,20 @@ from torch._dynamo.utils import counters
 from megacore.engine.build import Compiler, Graph
 from tests._dist import run_distributed
 from tests.parity._training import Case, Result, train_all
-from tests.parity.test_layouts import CP2, DELAYED, LLAMA, M4, PP2, SP, TP2, ZERO3, compare
+from tests.parity.test_layouts import (
+    CP2,
+    DELAYED,
+    LLAMA,
+    M4,
+    PP2,
+    SP,
+    TP2,
+    ZERO3,
+    compare,
+    selected,
+    slow_unless,
+)
 
-pytestmark = pytest.mark.slow
 COMPILED = {"compile": "on"}
 SHORT = {"num_layers": 2}
 CASES = {
@@ -29,6 +40,8 @@ CASES = {
         ZERO3, COMPILED | M4 | {"recompute": "full"}, LLAMA | SHORT
     ),
 }
+LONG = {"pp2, selective recomputation", "pp2 delayed"}
+"""Cases that combine what others contain, which `make test-long` runs."""
 
 
 def run_graph(_: Compiler, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
@@ -48,13 +61,15 @@ def train_compiled(cases: dict[str, Case]) -> dict[str, Result]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Result]]:
     workspace = tmp_path_factory.mktemp("workspace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(workspace))
         # torch sets it after the first compilation
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        results = run_distributed(2, train_compiled, CASES)
+        results = run_distributed(2, train_compiled, selected(CASES, request))
     assert any((workspace / "compiled").rglob("*.so")), "nothing was compiled into the workspace"
     return results
 
@@ -64,7 +79,7 @@ def serial() -> dict[str, Result]:
     return {}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unless(CASES, set(), LONG))
 def test_compiled_layers_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:

@@ -22,8 +22,8 @@ from tests.parity.test_layouts import (
     T5_V11,
     TP2,
     compare,
-    marked,
     selected,
+    slow_unless,
 )
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
@@ -159,14 +159,14 @@ def serial() -> dict[str, Result]:
     return {}
 
 
-@pytest.mark.parametrize("name", marked(TWO_RANKS, FAST, LONG))
+@pytest.mark.parametrize("name", slow_unless(TWO_RANKS, FAST, LONG))
 def test_two_deepspeed_ranks_match_the_native_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
-@pytest.mark.parametrize("name", marked(FOUR_RANKS, set(), LONG))
+@pytest.mark.parametrize("name", slow_unless(FOUR_RANKS, set(), LONG))
 def test_four_deepspeed_ranks_match_the_native_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:

@@ -373,8 +373,8 @@ def selected(cases: dict[str, Case], request: pytest.FixtureRequest) -> dict[str
     return {name: case for name, case in cases.items() if name in names}
 
 
-def marked(cases: dict[str, Case], fast: set[str], long: set[str]) -> list[Any]:
-    """Return the names of the cases as parameters, marked slow unless they are in `fast`."""
+def slow_unless(cases: dict[str, Case], fast: set[str], long: set[str]) -> list[Any]:
+    """Return the names of the cases as parameters, marked slow unless they are fast or long."""
     assert fast <= cases.keys()
     marks = {name: pytest.mark.long if name in long else pytest.mark.slow for name in cases}
     return [pytest.param(name, marks=() if name in fast else marks[name]) for name in cases]
@@ -429,7 +429,7 @@ def sum_over_layout(case: Case, validations: list[list[float]]) -> list[float]:
     return [sum(term) / tensor for term in zip(*validations, strict=True)]
 
 
-@pytest.mark.parametrize("name", marked(TWO_RANKS, FAST, LONG))
+@pytest.mark.parametrize("name", slow_unless(TWO_RANKS, FAST, LONG))
 def test_two_ranks_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
@@ -450,7 +450,7 @@ def test_delayed_weight_gradients_give_the_same_bits(
         assert delayed.validation == whole.validation
 
 
-@pytest.mark.parametrize("name", marked(FOUR_RANKS, set(), LONG))
+@pytest.mark.parametrize("name", slow_unless(FOUR_RANKS, set(), LONG))
 def test_four_ranks_match_the_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:

@@ -56,6 +56,8 @@ DISTURBED = (
     "pp2 stage 1",
     "stage 3 bf16, weights in many groups",
 )
+LONG = ("stage 1", "stage 2", "stage 0 bf16")
+"""Kinds between others, which `make test-long` runs."""
 SKIPPED = ("stage 0", "pp2 stage 1", "stage 3 bf16, weights in many groups")
 """Kinds that skip a batch with a NaN."""
 NATIVE: Kind = ("native", {}, {}, "fp32")
@@ -118,12 +120,14 @@ def train_disturbed(
         trainer.run()
 
 
-def train_whole_and_resumed(data: Path, root: Path) -> None:
-    """Train each kind with dropout for 6 iterations, unbroken and resumed after 3.
+def train_whole_and_resumed(kinds: set[str], data: Path, root: Path) -> None:
+    """Train the kinds with dropout for 6 iterations, unbroken and resumed after 3.
 
     Train one run that changes its kind.
     """
     for name, kind in KINDS.items():
+        if name not in kinds:
+            continue
         still_alive()
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "whole")
         _runs.train(until(3, kind, **DROPOUT), data, root / name / "resumed")
@@ -147,13 +151,26 @@ def continue_on_one_rank(data: Path, root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Train the kinds whose tests run in this session."""
     root = tmp_path_factory.mktemp("deepspeed")
-    run_distributed(2, train_whole_and_resumed, data, root)
+    kinds = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and hasattr(item, "callspec")
+    }
+    run_distributed(2, train_whole_and_resumed, kinds, data, root)
     return root
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in KINDS],
+)
 def test_resumed_run_is_bit_identical(name: str, runs: Path) -> None:
     assert_same_run(runs / name / "whole", runs / name / "resumed", 6)
 
