@@ -24,6 +24,7 @@ from megacore.finetune.examples import (
     are_numbers,
     check_columns,
     check_head,
+    matching_classes,
     text_encoder,
     token_counts,
 )
@@ -79,7 +80,7 @@ def _values(rows: "Dataset", split: str, column: str) -> list[Any]:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             raise DataFormatError(
                 f"row {number} of the {split} split has no value in task.label_column {column!r}: "
-                "remove the row"
+                "remove the row; in .csv and .tsv, NA, None, null and nan are no label"
             )
     return values
 
@@ -108,17 +109,27 @@ def _class_names(
     if of_feature is not None:
         return _of_feature(of_feature, configured, column)
     if isinstance(values[0], str):
-        names = sorted(set(values))
-        if configured is None and len(names) < 2:
-            raise DataFormatError(
-                f"task.label_column {column!r} has only the class {names[0]!r} in training: give "
-                "two"
-            )
-        return configured or tuple(names)
+        return configured or _names_of_texts(values, column)
     _refuse_other_kinds(values, column)
     if configured is not None:
         return configured
     return _counted(sorted({int(value) for value in values}), column)
+
+
+def _names_of_texts(values: Sequence[Any], column: str) -> tuple[str, ...]:
+    for number, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataFormatError(
+                f"row {number} of the train split has {value!r} in task.label_column {column!r}, "
+                "where row 0 has text: write all labels as text, in quotes, or name all classes in "
+                "task.labels"
+            )
+    names = sorted(set(values))
+    if len(names) < 2:
+        raise DataFormatError(
+            f"task.label_column {column!r} has only the class {names[0]!r} in training: give two"
+        )
+    return tuple(names)
 
 
 def _feature_names(rows: "Dataset", column: str) -> tuple[str, ...] | None:
@@ -132,14 +143,18 @@ def _feature_names(rows: "Dataset", column: str) -> tuple[str, ...] | None:
 def _of_feature(
     names: tuple[str, ...], configured: tuple[str, ...] | None, column: str
 ) -> tuple[str, ...]:
-    """Return the class names from the configuration, or else those of the data."""
+    """Return the class names from the configuration, or else those of the data.
+
+    The configuration may order the data's names in another way, or give other names in their order.
+    """
     if configured is None:
         return names
-    if len(configured) != len(names) or (configured != names and set(configured) & set(names)):
+    same = matching_classes(configured, names) is not None
+    some = {name.casefold() for name in configured} & {name.casefold() for name in names}
+    if len(configured) != len(names) or (some and not same):
         raise DataFormatError(
             f"the classes are {_listed(configured)} by the configuration, but the data's column "
-            f"{column!r} has {_listed(names)}: give the data's names in task.labels, in their "
-            "order"
+            f"{column!r} has {_listed(names)}: give the data's names in task.labels"
         )
     return configured
 
@@ -199,8 +214,10 @@ def _numbered(
         return {int(name): name for name in names}
     if split_names is None:
         return {} if by_text else dict(enumerate(names))
-    if train_names is None or train_names == names:
+    if train_names is None:
         return dict(enumerate(split_names))
+    if (spelled := matching_classes(train_names, names)) is not None:
+        return {number: spelled.get(name, name) for number, name in enumerate(split_names)}
     if split_names != train_names:
         raise DataFormatError(
             f"the column {column!r} of the {split} split has the classes {_listed(split_names)}, "
@@ -254,7 +271,9 @@ def _named(value: Any, names: tuple[str, ...], numbered: Mapping[int, str]) -> A
 
 def _hidden(split: str, column: str) -> str:
     setting = (
-        "set data.source.test to null" if split == "test" else "give a split whose labels are known"
+        "set data.source.test to null, or for files to []"
+        if split == "test"
+        else "give a split whose labels are known"
     )
     if split == "train":
         setting += ", or if -1 is a class, name all classes in task.labels"

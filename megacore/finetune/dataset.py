@@ -7,7 +7,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ from megacore.paths import is_dir, is_file, matches, rglob
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
-DATASET_VERSION = 1
+DATASET_VERSION = 2
 """Version of the stage; raised when its output changes."""
 SPLITS = ("train", "valid", "test")
 
@@ -37,7 +37,8 @@ def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
 
     These are the source, sizes and times of local files, and the share held out for validation.
 
-    Raises DataFormatError for files that do not exist.
+    Raises DataFormatError for files that do not exist, or a directory that cannot be listed;
+    FileAccessError.
     """
     source = data.source
     identity: dict[str, Any] = {"source": source.model_dump(mode="json")}
@@ -46,9 +47,11 @@ def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
         paths = {split: list_files(getattr(source, split), split) for split in SPLITS}
         identity["files"] = {split: _identities(files) for split, files in paths.items() if files}
     elif is_dir(source.dataset):
-        identity["files"] = _identities(
-            sorted(path for path in rglob(source.dataset, "*") if is_file(path))
-        )
+        try:
+            found = sorted(path for path in rglob(source.dataset, "*") if is_file(path))
+        except OSError as error:
+            raise unreadable(error.filename or source.dataset, error) from error
+        identity["files"] = _identities(found)
     if not source.valid:
         identity["held_out"] = {"share": data.valid_share, "seed": seed}
     return identity
@@ -222,6 +225,7 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     """
     suffix = _common_suffix(files, split)
     times = False
+    kinds: _Kinds = {}
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
@@ -233,10 +237,16 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
                 if _is_unsafe(part, number, suffix):
                     _check_line(path, number, part)
                 times = times or _TIME.search(part) is not None
+        if _is_json(suffix):
+            for row in _json_rows(path, suffix):
+                _note_kinds(row, (), kinds)
+    load = _load_times_as_text if times else _load
     try:
-        if times:
-            return _load_times_as_text(files, suffix, cache_directory)
-        return _load(files, suffix, cache_directory)
+        mixed = {path for path, of_texts in kinds.items() if len(of_texts) == 2}
+        if not mixed:
+            return load(files, suffix, cache_directory)
+        features = load(files[:1], suffix, cache_directory).features
+        return load(files, suffix, cache_directory, _with_mixed(features, mixed))
     except DataFormatError:
         for path in files:
             _refuse_unreadable(path, suffix, cache_directory)
@@ -328,7 +338,67 @@ def _csv_lines(path: Path) -> Iterator[str]:
         yield from _ENDED.findall(text) or ("",)
 
 
-def _load_times_as_text(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
+_Path = tuple[str | int, ...]
+"""Keys that lead to a value of a row, with 0 for the elements of a list."""
+_Kinds = dict[_Path, set[bool]]
+"""Whether the values at a path are texts: {True}, {False}, or both."""
+
+
+def _json_rows(path: Path, suffix: str) -> Iterator[Any]:
+    """Yield the rows of a JSON file, and None for a line that is no JSON."""
+    parts = _content(path, suffix)
+    first = next((part for part in parts if part.strip()), b"")
+    row = _parsed(first)
+    if suffix == ".json" and not isinstance(row, dict):
+        document = _parsed(b"\n".join((first, *parts)))
+        yield from document if isinstance(document, list) else [document]
+        return
+    yield row
+    yield from map(_parsed, parts)
+
+
+def _parsed(part: bytes) -> Any:
+    try:
+        return json.loads(part)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _note_kinds(value: Any, path: _Path, kinds: _Kinds) -> None:
+    if value is None:
+        return
+    kinds.setdefault(path, set()).add(isinstance(value, str))
+    if isinstance(value, dict):
+        for name, each in value.items():
+            _note_kinds(each, (*path, name), kinds)
+    elif isinstance(value, list):
+        for each in value:
+            _note_kinds(each, (*path, 0), kinds)
+
+
+def _with_mixed(features: "Features", mixed: Set[_Path]) -> "Features":
+    """Return features that keep texts and other values of one column apart, as JSON.
+
+    `datasets` chooses them by the beginning of the first file. Where text is followed by another
+    value later, it would write all texts from there on with quotes.
+    """
+    from datasets import Features, Json, List
+
+    def changed(feature: Any, path: _Path) -> Any:
+        if path in mixed:
+            return Json()
+        if isinstance(feature, dict):
+            return {name: changed(each, (*path, name)) for name, each in feature.items()}
+        if isinstance(feature, List):
+            return List(changed(feature.feature, (*path, 0)), length=feature.length)
+        return feature
+
+    return Features({name: changed(feature, (name,)) for name, feature in features.items()})
+
+
+def _load_times_as_text(
+    files: list[Path], suffix: str, cache_directory: Path, features: "Features | None" = None
+) -> "Dataset":
     """Return the rows of JSON files in which texts are dates or points in time, as written.
 
     `datasets` would convert the column of a file, or of a part of it, that has only such texts.
@@ -342,7 +412,7 @@ def _load_times_as_text(files: list[Path], suffix: str, cache_directory: Path) -
             with workspace_errors(copy), open(copy, "wb") as file:
                 for number, line in enumerate(_content(path, suffix)):
                     file.write(b"\n" * bool(number) + _TIME.sub(rb'"\\u0000', line))
-        rows = _load(copies, suffix, cache_directory, files)
+        rows = _load(copies, suffix, cache_directory, features, files)
     with disk_errors(cache_directory):
         return rows.map(
             lambda batch: {name: _unmarked(batch[name]) for name in batch},
@@ -385,13 +455,22 @@ def suffix_of(path: Path) -> str:
 
 
 def _load(
-    files: list[Path], suffix: str, cache_directory: Path, originals: list[Path] | None = None
+    files: list[Path],
+    suffix: str,
+    cache_directory: Path,
+    features: "Features | None" = None,
+    originals: list[Path] | None = None,
 ) -> "Dataset":
-    """Return the rows of files. Errors name `originals`, if `files` are copies of them."""
+    """Return the rows of files, with `features` or those of the first file.
+
+    Errors name `originals`, if `files` are copies of them.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
     reader, options = _READERS[suffix]
+    if features is not None:
+        options = {**options, "features": features}
     try:
         with disk_errors(cache_directory):
             return datasets.load_dataset(

@@ -164,7 +164,7 @@ def _other_than_text(rows: "Dataset", split: str, field: str, column: str) -> Da
     )
     return DataFormatError(
         f"row {number} of the {split} split has {str(value)[:_SHOWN]} in column {column!r} "
-        f"(task.{field}), where other rows have text: write it as text, in quotes"
+        f"(task.{field}), where other rows have text: write all as text, in quotes"
     )
 
 
@@ -324,8 +324,16 @@ def _architecture(model: Any) -> str:
     return str(names[0])
 
 
+def largest_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the largest id of a tokenizer, apart from the mask's.
+
+    BART's summarization models have no embedding for the mask.
+    """
+    return max(id_ for id_ in tokenizer.get_vocab().values() if id_ != tokenizer.mask_token_id)
+
+
 def _check_vocabulary(path: str, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
-    largest = max(tokenizer.get_vocab().values())
+    largest = largest_id(tokenizer)
     size = getattr(model, "vocab_size", None)
     if size is not None and largest >= size:
         raise ConfigError(
@@ -334,9 +342,15 @@ def _check_vocabulary(path: str, model: Any, tokenizer: "PreTrainedTokenizerBase
         )
 
 
-def positions(model: Any) -> int | None:
-    """Return the number of positions of a model, or None if its length is unlimited."""
-    count = getattr(model, "max_position_embeddings", None)
+def positions(model: Any, length: str = "max_length") -> int | None:
+    """Return the number of positions of a model, or None if its length is unlimited.
+
+    `length` is the field of `task` that the positions limit: LED's sources and targets have others.
+    """
+    side = "decoder" if length == "max_target_length" else "encoder"
+    count = getattr(
+        model, f"max_{side}_position_embeddings", getattr(model, "max_position_embeddings", None)
+    )
     if not isinstance(count, int) or count <= 0:
         return None
     if getattr(model, "relative_attention", False) and not getattr(
@@ -375,8 +389,8 @@ def _check_lengths(
             }
         case CausalLmConfig() as task:
             lengths = {"block_size": (task.block_size, 1)}
-    limit = positions(model)
     for name, (length, _) in lengths.items():
+        limit = positions(model, name)
         if limit is not None and length > limit:
             raise ConfigError(
                 f"task.{name} is {length}, but model.path {config.model.path} has {limit} "
@@ -409,11 +423,15 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
             "true, or give data with as many labels"
         )
     known = not any(name.startswith(_UNNAMED) for name in head_names)
-    if names is not None and known and head_names != names and set(head_names) == set(names):
+    matching = matching_classes(head_names, names) if names is not None and known else None
+    if names is None or matching is None:
+        return
+    ordered = [matching[name] for name in head_names]
+    if ordered != list(names):
         raise ConfigError(
             f"model.path {config.model.path} has a trained head with the classes "
             f"{', '.join(head_names)}, but the data numbers them {', '.join(names)}: set "
-            f"task.labels to [{', '.join(head_names)}] and label rows by name"
+            f"task.labels to [{', '.join(ordered)}] and label rows by name"
         )
 
 
@@ -433,6 +451,18 @@ _SCRATCH = ".scratch"
 def are_numbers(names: Sequence[str]) -> bool:
     """Return True if all names of classes are whole numbers, such as the stars of a review."""
     return all(re.fullmatch(r"0|-?[1-9]\d*", name, re.ASCII) for name in names)
+
+
+def matching_classes(names: Sequence[str], others: Sequence[str]) -> dict[str, str] | None:
+    """Return the spelling of `others` by that of `names` if both are the same classes, else None.
+
+    Their order may differ, and the case of their letters.
+    """
+    for key in (str, str.casefold):
+        ours, theirs = ({key(name): name for name in each} for each in (names, others))
+        if ours.keys() == theirs.keys() and len(names) == len(others) == len(ours):
+            return {name: theirs[key(name)] for name in names}
+    return None
 
 
 def examples_version(config: FinetuneConfig, pretrained_directory: Path) -> int:
@@ -533,11 +563,27 @@ def _save_samples(
                 samples, description = encode_causal_lm(config.task, splits, tokenizer, mapper)
         counts: dict[str, Any] = {}
         for name, rows in samples.items():
+            _check_ids(rows, name, model, tokenizer)
             save_split(rows, directory / name)
             counts[name] = len(rows)
     lengths = token_counts(samples["train"])
     counts |= {"tokens": int(lengths.sum()), "longest": int(lengths.max())}
     return counts, description
+
+
+def _check_ids(
+    rows: "Dataset", split: str, model: Any, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Raise DataFormatError for a sample with a mask that the model does not embed."""
+    size, mask = getattr(model, "vocab_size", None), tokenizer.mask_token_id
+    if size is None or mask is None or mask < size:
+        return
+    for number, row in enumerate(rows):
+        if any(mask in ids for ids in row.values() if isinstance(ids, list)):
+            raise DataFormatError(
+                f"row {number} of the {split} split has the tokenizer's {tokenizer.mask_token} in "
+                "its text, for which the model has no embedding: remove it"
+            )
 
 
 def read_task(directory: Path) -> dict[str, Any]:

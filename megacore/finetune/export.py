@@ -23,7 +23,7 @@ from megacore.convert.model_card import example_tokens, render_card
 from megacore.convert.tokenizers import missing_end
 from megacore.errors import ConversionError, one_line
 from megacore.finetune.best import read_best
-from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS
+from megacore.finetune.examples import PAIR_SEPARATOR, SEGMENTS, largest_id
 from megacore.finetune.pretrained import LOCAL_ONLY, quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import AUTO_CLASSES, FinetuneTask, build_task, rows_of, sample_losses
@@ -320,10 +320,10 @@ def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) 
                 "from the training's"
             )
     embedded = exported.model.get_input_embeddings().weight.shape[0]
-    if max(loaded.get_vocab().values()) >= embedded:
+    if largest_id(loaded) >= embedded:
         raise ConversionError(
-            f"the tokenizer of the export {directory} has ids up to "
-            f"{max(loaded.get_vocab().values())} and the model embeds {embedded}"
+            f"the tokenizer of the export {directory} has ids up to {largest_id(loaded)} and the "
+            f"model embeds {embedded}"
         )
     return count
 

@@ -17,6 +17,7 @@ from megacore.artifact.files import (
     is_stored_zip,
     read_json,
     reason_of,
+    unreadable,
     workspace_errors,
     write_json,
 )
@@ -121,8 +122,11 @@ def refuse_quantized(path: str, directory: Path) -> None:
             with access_errors(file), safe_open(file, "pt") as tensors:
                 names = tensors.keys()
                 types = {name: tensors.get_slice(name).get_dtype() for name in names}
-        except SafetensorError:
-            continue  # reported when the weights are loaded
+        except SafetensorError as error:
+            raise ConfigError(
+                f"model.path {path}: {file.name} is damaged ({one_line(error, 200)}): get the "
+                "model again"
+            ) from error
         for name, dtype in types.items():
             if dtype.startswith(("F8", "F4")):
                 raise ConfigError(f"model.path {path} has {name} in {dtype}, quantized: {advice}")
@@ -220,6 +224,17 @@ _OTHERS = (
     "vocab.txt",
     "*.model",
     "*.spm",
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "entity_vocab.json",
+    "prophetnet.tokenizer",
+    "target_vocab.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "word_pronunciation.json",
+    "word_shape.json",
 )
 """Files of the configuration and the tokenizer."""
 
@@ -253,12 +268,17 @@ def pretrained_digests(directory: Path, *, weights: bool = True) -> dict[str, st
 
     Weights are included if `weights` is true. Digests of an export come from its manifest if the
     files' sizes and times are unchanged.
+
+    Raises FileAccessError for files that cannot be read.
     """
     known = _find_manifest(directory)
-    return {
-        name: _digest(directory / name, known)
-        for name in used_files(_names(directory), weights=weights)
-    }
+    try:
+        return {
+            name: _digest(directory / name, known)
+            for name in used_files(_names(directory), weights=weights)
+        }
+    except OSError as error:
+        raise unreadable(error, directory) or error from error
 
 
 def _digest(path: Path, manifest: Manifest | None) -> str:

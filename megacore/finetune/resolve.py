@@ -72,11 +72,13 @@ def memory_advice(config: FinetuneConfig) -> str:
     train, distributed = config.train, config.launch.distributed
     advice = []
     if train.micro_batch_size > 1:
-        half = train.micro_batch_size // 2
+        half, odd = divmod(train.micro_batch_size, 2)
+        equal = (
+            f"; {half} with train.gradient_accumulation_steps "
+            f"{2 * train.gradient_accumulation_steps} learns as much per step"
+        )
         advice.append(
-            f"lower train.micro_batch_size (now {train.micro_batch_size}; {half} with "
-            f"train.gradient_accumulation_steps {2 * train.gradient_accumulation_steps} learns as "
-            "much per step)"
+            f"lower train.micro_batch_size (now {train.micro_batch_size}{'' if odd else equal})"
         )
     if not train.gradient_checkpointing:
         advice.append("set train.gradient_checkpointing to true")

@@ -46,6 +46,11 @@ def test_every_conf_loads_and_survives_a_round_trip(
     assert not isinstance(config.launch.deepspeed_config, str)
 
 
+def test_race_reads_its_test_split() -> None:
+    race = load_finetune_config("race", conf_dir=CONF_DIR / "finetune")
+    assert race.data.source.test == "test"
+
+
 def test_confs_have_the_tutorials_settings() -> None:
     mrpc, seq2seq, gpt2 = (
         load_finetune_config(name, conf_dir=CONF_DIR / "finetune")

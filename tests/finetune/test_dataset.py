@@ -149,6 +149,40 @@ def test_dates_in_json_stay_as_written(suffix: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("marked-*"))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"note": "the"}, [{"note": "cat"}, {"note": 42}, {"note": "runs"}]),
+        ({"note": "the"}, [{"note": 42}, {"note": "cat"}]),
+        ({"note": "the"}, [{"note": True}]),
+        ({"note": "2020-01-01"}, [{"note": "cat"}, {"note": 42}, {"note": "1999-12-31"}]),
+        ({"note": ["the"]}, [{"note": ["cat", 42]}, {"note": ["runs", None]}]),
+        ({"note": {"of": "the"}}, [{"note": {"of": "cat"}}, {"note": {"of": 42}}]),
+        ({"note": "the"}, [{"note": {"of": "cat"}}, {"note": "runs"}]),
+        ({"note": [{"of": "the"}]}, [{"note": [{"of": 42}, {"of": "cat"}]}]),
+    ],
+)
+def test_texts_stay_as_written_if_later_files_have_other_values(
+    first: dict[str, Any], later: list[dict[str, Any]], suffix: str, tmp_path: Path
+) -> None:
+    paths = [
+        write(tmp_path / f"{number}{suffix}", rows) for number, rows in enumerate(([first], later))
+    ]
+    rows = dataset.read_files(paths, "train", tmp_path / "cache")
+    assert list(rows) == [first, *later]
+    _, directory = collect(files(tmp_path / f"[01]{suffix}", paths[0]), tmp_path)
+    assert rows_of(directory, "train") == [first, *later]
+
+
+def test_texts_stay_as_written_in_a_document_of_several_lines(tmp_path: Path) -> None:
+    rows = [{"note": "the"}, {"note": "cat"}, {"note": 42}]
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    paths[0].write_text(json.dumps(rows[:1], indent=2))
+    paths[1].write_text(json.dumps(rows[1:], indent=2))
+    assert list(dataset.read_files(paths, "train", tmp_path / "cache")) == rows
+
+
 @pytest.mark.parametrize("key", [b'"2020-01-01"', b'"2020-01-01" '])
 def test_a_date_as_key_stays_as_written(key: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

@@ -259,7 +259,7 @@ def test_labels_of_a_regression_are_numbers(models: dict[str, Path], tmp_path: P
     assert read_task(directory)["labels"] is None
 
 
-def test_configured_classes_may_rename_but_not_reorder_those_of_the_data(
+def test_configured_classes_may_rename_or_reorder_those_of_the_data(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     import datasets
@@ -273,24 +273,28 @@ def test_configured_classes_may_rename_but_not_reorder_those_of_the_data(
     source = {"kind": "hub", "dataset": str(tmp_path / "set")}
     config = tiny_config("bert", tmp_path, "classification", data={"source": source})
     collect_rows(config.data, tmp_path / "rows", tmp_path / "cache", seed=1)
-    for configured, expected in (
-        (None, ["no", "yes"]),
-        (["bad", "good"], ["bad", "good"]),
-        (["yes", "no"], None),
+    for configured, numbers in (
+        (None, [0, 1]),
+        (["bad", "good"], [0, 1]),
+        (["yes", "no"], [1, 0]),
+        (["YES", "NO"], [1, 0]),
+        (["no", "maybe"], None),
+        (["No", "maybe"], None),
     ):
         config = tiny_config(
             "bert", tmp_path, "classification", data={"source": source}, task={"labels": configured}
         )
-        directory = tmp_path / f"examples-{expected}"
+        directory = tmp_path / f"examples-{configured}"
         directory.mkdir()
-        if expected is None:
+        if numbers is None:
             with pytest.raises(
-                DataFormatError, match=r"the classes are yes, no .* column 'label' has no, yes"
+                DataFormatError, match=r"the classes are [Nn]o, maybe .* column 'label' has no, yes"
             ):
                 build_examples(config, tmp_path / "rows", models["bert"], directory)
         else:
             build_examples(config, tmp_path / "rows", models["bert"], directory)
-            assert read_task(directory)["labels"] == expected
+            assert read_task(directory)["labels"] == (configured or ["no", "yes"])
+            assert [row["labels"] for row in samples(directory)] == numbers
 
 
 @pytest.mark.parametrize(
@@ -518,6 +522,14 @@ def test_positions_up_to_the_padding_id_are_not_counted(kind: str) -> None:
     assert examples.positions(config) == POSITIONS - 2
 
 
+def test_positions_of_sources_and_targets_may_differ() -> None:
+    from transformers import LEDConfig
+
+    led = LEDConfig(max_encoder_position_embeddings=64, max_decoder_position_embeddings=32)
+    lengths = ("max_source_length", "max_target_length", "max_length")
+    assert [examples.positions(led, length) for length in lengths] == [64, 32, 64]
+
+
 def test_tokenizer_with_more_ids_than_the_model_is_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -529,6 +541,25 @@ def test_tokenizer_with_more_ids_than_the_model_is_refused(
         ConfigError, match=r"model\.path small has ids up to 41, but the model's vocabulary has 30"
     ):
         check(directory, "causal_lm")
+
+
+def test_model_needs_no_embedding_of_the_mask(tmp_path: Path) -> None:
+    """facebook/bart-large-cnn has none."""
+    from transformers import AutoTokenizer
+
+    pretrained = tmp_path / "blenderbot"
+    source = write_model(pretrained / "model", "blenderbot")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(source)
+    counts, _ = build(pretrained, tmp_path / "sound", "seq2seq", copy_rows(4))
+    assert counts["train"] == 4
+    for column in copy_rows(1)[0]:
+        rows = [*copy_rows(2), copy_rows(1)[0] | {column: "the <mask>"}]
+        with pytest.raises(
+            DataFormatError, match=r"row 2 of the train split has the tokenizer's <mask>"
+        ):
+            build(pretrained, tmp_path / column, "seq2seq", rows)
 
 
 @pytest.mark.parametrize(
@@ -544,9 +575,12 @@ def test_tokenizer_with_more_ids_than_the_model_is_refused(
             ["a", "b"],
             (
                 r"a trained head with the classes b, a, but the data numbers them a, b: set "
-                r"task\.labels"
+                r"task\.labels to \[b, a\]"
             ),
         ),
+        (["B", "A"], ["a", "b"], r"with the classes B, A, .* set task\.labels to \[b, a\]"),
+        (["b", "B"], ["B", "b"], r"with the classes b, B, .* set task\.labels to \[b, B\]"),
+        (["A", "B"], ["a", "b"], None),
         (["LABEL_0", "LABEL_1"], ["a", "b"], None),
         (["a", "b"], ["a", "b"], None),
     ],

@@ -1,5 +1,6 @@
 """Pretrained models from directories, exports and the hub."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from megacore.artifact.manifest import Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
-from megacore.errors import ConfigError, DownloadError
+from megacore.errors import ConfigError, DownloadError, FileAccessError
+from megacore.finetune import pretrained
 from megacore.finetune.pretrained import (
     collect_pretrained,
     local_directory,
@@ -277,6 +279,50 @@ def test_quantized_weights_are_refused(form: str, model: Path, tmp_path: Path) -
     message = "a quantization_config of 'fp8'" if form == "config" else f"{name} in .*, quantized"
     with pytest.raises(ConfigError, match=rf"model.path .* has {message}"):
         collect(directory, tmp_path)
+
+
+def test_damaged_weights_are_refused(model: Path, tmp_path: Path) -> None:
+    other = copy_without_weights(model, tmp_path / "damaged")
+    (other / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .*get the model again"):
+        collect(other, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_refused(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path) -> str:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return file_digest(path)
+
+    monkeypatch.setattr(pretrained, "file_digest", denied)
+    with pytest.raises(
+        FileAccessError, match=rf"cannot read .*{name} \(Permission denied\): make it readable"
+    ):
+        pretrained_digests(model)
+
+
+def test_all_files_of_a_tokenizer_are_collected(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    source = tmp_path / "source"
+    BertModel(
+        BertConfig(
+            vocab_size=10,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+        )
+    ).save_pretrained(source)
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertweetTokenizer"}')
+    (source / "vocab.txt").write_text("the 1\n")
+    (source / "bpe.codes").write_text("t h 1\nth e</w> 1\n")
+    _, _, directory = collect(source, tmp_path)
+    tokenizer = read_tokenizer(PretrainedConfig(path=str(source)), directory)
+    assert tokenizer.tokenize("the") == ["the"]
 
 
 def test_unknown_model_type_is_refused(model: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from megacore.config.load import parse_finetune_config
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.finetune.resolve import resolve_ranks
+from megacore.finetune.resolve import memory_advice, resolve_ranks
 from megacore.hardware import Gpu, Hardware
 from tests.config._finetune import minimal
 
@@ -31,6 +31,14 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         ParallelLayoutError, match=r"launch.nproc_per_node is 3 and this machine has 2 visible GPUs"
     ):
         resolve_ranks(config, machine(2))
+
+
+@pytest.mark.parametrize(("size", "equal"), [(1, None), (3, False), (4, True)])
+def test_advice_names_the_half_only_of_an_even_batch(size: int, equal: bool | None) -> None:
+    config = parse_finetune_config(minimal() | {"train": {"micro_batch_size": size}}, origin="test")
+    advice = memory_advice(config)
+    assert (f"(now {size}" in advice) == (equal is not None)
+    assert ("2 with train.gradient_accumulation_steps 2 learns as much" in advice) == bool(equal)
 
 
 @pytest.mark.parametrize(
