@@ -314,6 +314,14 @@ def _refused_widths(model: ModelConfig, layout: ParallelLayout) -> Refusal | Non
             f"model.num_query_groups {model.query_groups} is neither a multiple nor a divisor of "
             f"parallel.tensor_model_parallel_size {tensor}"
         )
+    # With fewer groups than ranks, each rank projects a part of the keys and values of all groups.
+    features = 2 * model.query_groups * model.head_dim
+    if features % tensor:
+        return Refusal(
+            f"the {features} features of keys and values (2 x model.num_query_groups "
+            f"{model.query_groups} x {model.head_dim} of a head) are not a multiple of "
+            f"parallel.tensor_model_parallel_size {tensor}"
+        )
     return None
 
 

@@ -35,14 +35,7 @@ class GPTModel(Model):
             recomputed=self.recompute_num_layers,
             scale=self.model.score_scale,
         )
-        # Made once: copies of new slopes to a GPU would wait for it in every micro batch.
-        # They are no parameter, and a model on the meta device gets only parameters later.
-        place = "cpu" if torch.device(setup.device).type == "meta" else setup.device
-        self._slopes = (
-            alibi_slopes(self.model.num_attention_heads).to(place).chunk(self.tp.size)[self.tp.rank]
-            if self.model.position_embedding_type == "alibi"
-            else None
-        )
+        self._slopes: Tensor | None = None
         self._rotary = Rotary(self.model) if self.model.position_embedding_type == "rope" else None
 
     def forward(
@@ -196,12 +189,24 @@ class GPTModel(Model):
             device=device,
             documents=documents,
             present=present,
-            slopes=None if self._slopes is None else self._slopes.to(device),
+            slopes=self._slopes_on(device) if model.position_embedding_type == "alibi" else None,
         )
         window = model.sliding_window
         if window is not None and window >= keys:
             window = None
         return self._by_window(mask, window, rotary=rotary, cache=cache)
+
+    def _slopes_on(self, device: torch.device) -> Tensor:
+        """Return ALiBi's slopes of this rank's heads, fp32 [n/t].
+
+        They are made in the first forward pass, not with the model, whose tensors ZeRO-3 rounds to
+        the type of the weights, and kept: copies to a GPU would wait for it in every micro batch.
+        """
+        if self._slopes is None or self._slopes.device != device:
+            with torch.inference_mode(False):
+                whole = alibi_slopes(self.model.num_attention_heads).to(device)
+                self._slopes = whole.chunk(self.tp.size)[self.tp.rank]
+        return self._slopes
 
     def _by_window(
         self,

@@ -24,6 +24,9 @@ from megacore.tensor_parallel.mappings import SEQUENCE
 _FP16_SCALE = 4096.0
 """Factor on the logits' gradient when it overwrites fp16 logits: the smallest normal fp16 number,
 6e-5, is larger than most probabilities."""
+_FP16_PRODUCT_SCALE = 2.0**-4
+"""Factor on the product of such a gradient and the weights, before it is rounded: without it, a
+weight of 16 gives infinity at a token that the model predicts badly."""
 
 
 def linear_cross_entropy(
@@ -127,7 +130,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         upstream = (grads[0] / ctx.scale).reshape(-1, 1)
         reduction = None
         if needs_hidden:
-            dx = multiply(gradient, weight).mul_(upstream).view(*grads[0].shape, -1)
+            if gradient.dtype == torch.float16:
+                dx = torch.addmm(
+                    weight[0], gradient, weight, beta=0, alpha=_FP16_PRODUCT_SCALE
+                ).mul_(upstream / _FP16_PRODUCT_SCALE)
+            else:
+                dx = multiply(gradient, weight).mul_(upstream)
+            dx = dx.view(*grads[0].shape, -1)
             reduction = (
                 start_reduce_scatter(dx, ctx.tp, SEQUENCE)
                 if ctx.sequence_parallel

@@ -90,6 +90,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "parallel.tensor_model_parallel_size 4: use tensor 2 x pipeline 2"
         ),
     ),
+    "keys and values": (
+        {"tp": 4, "model__num_query_groups": 1, "model__kv_channels": 5},
+        "the 10 features of keys and values (2 x model.num_query_groups 1 x 5 of a head) are not a "
+        "multiple of parallel.tensor_model_parallel_size 4: use tensor 2 x pipeline 2",
+    ),
     "ffn": (
         {"tp": 4, "model__ffn_hidden_size": 90},
         "model.ffn_hidden_size 90 is not a multiple of parallel.tensor_model_parallel_size 4: use "

@@ -120,6 +120,23 @@ def test_slopes_of_alibi_equal_blooms(heads: int) -> None:
     torch.testing.assert_close(alibi_slopes(heads), biases[:, 1])
 
 
+def test_slopes_of_alibi_are_not_made_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 rounds the tensors that are made with a model to the type of its weights."""
+    exact = torch.tensor
+
+    def rounded(*values: Any, **options: Any) -> Tensor:
+        made = exact(*values, **options)
+        return made.round() if made.is_floating_point() else made
+
+    spec = _families.spec("alibi")
+    tokens = _families.given(spec).tokens
+    expected = _families.model(spec)(tokens)
+    with monkeypatch.context() as engine:
+        engine.setattr(torch, "tensor", rounded)
+        ours = _families.model(spec)
+    assert torch.equal(ours(tokens), expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_equal_the_undivided_model(family_single_rank: dict[str, Any], name: str) -> None:
     assert_ranks_equal_single_rank(

@@ -111,6 +111,20 @@ def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
     torch.testing.assert_close(weight.grad[1:].float(), exact.grad[1:], rtol=5e-3, atol=1e-7)
 
 
+def test_large_weights_of_a_badly_predicted_label_keep_gradients_finite_in_fp16() -> None:
+    hidden = torch.eye(1, 4).half().requires_grad_()
+    weight = torch.zeros(VOCAB, 4)
+    weight[0] = torch.tensor([-20.0, 30.0, 200.0, -1e-3])
+    labels = torch.zeros(1, 1, dtype=torch.int64)
+    loss = linear_cross_entropy(hidden.unsqueeze(0), weight.half().requires_grad_(), labels)
+    (2.0 * loss.sum()).backward()
+    exact = hidden.detach().float().requires_grad_()
+    (2.0 * F.cross_entropy(F.linear(exact, weight), labels[0])).backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(hidden.grad.float(), exact.grad, rtol=2e-3, atol=0)
+
+
 def test_a_label_outside_the_vocabulary_gives_a_nan_loss() -> None:
     leaves, labels = _leaves(), ids(2, 4)
     labels[0, 1], labels[1, 2] = VOCAB, -1

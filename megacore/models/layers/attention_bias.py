@@ -101,7 +101,7 @@ def alibi_slopes(heads: int) -> Tensor:
     slopes += [
         2.0 ** (-_HEADS_OF_ALIBI * (2 * head + 1) / (2 * power)) for head in range(heads - power)
     ]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=torch.float32)
 
 
 def _sees(
