@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, MemoryExhaustedError
 from megacore.jobs.model import GenerateOptions
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ class Writer(Protocol):
     """True if the new text is an answer, False if it continues the prompt."""
 
     def write(self, text: str, emit: Callable[[str], object]) -> None:
-        """Generate from `text`, and call `emit` with each piece of new text. Raises ConfigError."""
+        """Generate from `text`, and call `emit` with each piece of new text.
+
+        Raises ConfigError, MemoryExhaustedError.
+        """
 
 
 class CheckpointWriter:
@@ -43,7 +47,7 @@ class CheckpointWriter:
     ) -> None:
         """Load the model of `source`. The first of `ends`, which end a text, ends T5's prompts.
 
-        Raises CheckpointError if the weights are damaged or of another model.
+        Raises CheckpointError if the weights are damaged or of another model, MemoryExhaustedError.
         """
         from megacore.generate.weights import load_model
         from megacore.hardware import resolve_precision
@@ -54,7 +58,8 @@ class CheckpointWriter:
         set_up_arithmetic(threads)
         device = choose_device()
         dtype = DTYPES[resolve_precision(precision, device.type)]
-        self._model: Any = load_model(source, ProcessMesh.serial(), device=device, dtype=dtype)
+        with _memory_errors():
+            self._model: Any = load_model(source, ProcessMesh.serial(), device=device, dtype=dtype)
         self._source, self._tokenizer, self._options, self._ends = source, tokenizer, options, ends
         self.answers = source.spec.family == "t5"
 
@@ -63,6 +68,7 @@ class CheckpointWriter:
 
         Raises:
             ConfigError: the text is empty or too long.
+            MemoryExhaustedError: the memory does not suffice for it.
         """
         from megacore.generate.generate import generate
         from megacore.tokenizer.load import IncrementalText
@@ -70,22 +76,24 @@ class CheckpointWriter:
         ids = self._tokenizer.encode(text).tolist()
         prompt = [*ids, self._ends[0]] if ids and self.answers else ids
         pieces = IncrementalText(self._tokenizer.decode, emit, () if self.answers else ids)
-        generate(
-            self._model,
-            [prompt],
-            self._options,
-            vocab_size=self._source.spec.vocab_size,
-            ends=self._ends,
-            start=self._source.spec.special_tokens.pad or 0,
-            on_token=lambda _, token: pieces.add(token) if token not in self._ends else None,
-        )
+        with _memory_errors():
+            generate(
+                self._model,
+                [prompt],
+                self._options,
+                vocab_size=self._source.spec.vocab_size,
+                ends=self._ends,
+                start=self._source.spec.special_tokens.pad or 0,
+                on_token=lambda _, token: pieces.add(token) if token not in self._ends else None,
+            )
         pieces.end()
 
 
 def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
     """Load a model that only transformers generates with; None if `path` is none of transformers.
 
-    Raises ConversionError, also for a model that generates no text, such as a classifier.
+    Raises ConversionError, also for a model that generates no text, such as a classifier;
+    MemoryExhaustedError.
     """
     from megacore.convert.model_source import transformers_directory
     from megacore.ranks.rank import OFFLINE
@@ -97,7 +105,21 @@ def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
     from megacore.convert.hf.generate import TransformersWriter, check_generates_text
 
     check_generates_text(directory)
-    return TransformersWriter(directory, options)
+    with _memory_errors():
+        return TransformersWriter(directory, options)
+
+
+def _memory_errors() -> AbstractContextManager[None]:
+    """Translate a failing allocation in the body into MemoryExhaustedError."""
+    from megacore.train.memory import translate_memory_errors
+
+    return translate_memory_errors(
+        lambda reason: (
+            f"the memory does not suffice for the model and the text ({reason}): shorten the text "
+            "or lower --max-new-tokens, or divide the model over GPUs with "
+            "--tensor-model-parallel-size"
+        )
+    )
 
 
 def write_all(writer: Writer, texts: Sequence[str]) -> None:
@@ -138,7 +160,7 @@ def chat(writer: Writer) -> None:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-        except ConfigError as error:
+        except (ConfigError, MemoryExhaustedError) as error:
             _report(error)
 
 

@@ -1,8 +1,11 @@
 """`megacore generate` and `megacore evaluate`: text generation and zero-shot scores."""
 
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -14,9 +17,17 @@ from megacore.cli._options import (
     named_model,
 )
 from megacore.cli._terminal import write_json_text, write_line, write_table
-from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
+from megacore.errors import (
+    ConfigError,
+    ConversionError,
+    DataFormatError,
+    LaunchError,
+    MemoryExhaustedError,
+    ParallelLayoutError,
+    TrainingError,
+)
 from megacore.observe.logging import short_number
-from megacore.paths import is_file
+from megacore.paths import glob, is_file
 
 if TYPE_CHECKING:
     from megacore.config.spec import ModelSpec
@@ -117,8 +128,7 @@ def evaluate(
     check_passkeys(model_tokenizer, passkeys, source.spec.max_position_embeddings)
     length = seq_length or source.spec.max_position_embeddings
     check_windows(length, overlapping_eval, source.spec.max_position_embeddings)
-    with TemporaryDirectory(prefix="megacore-") as directory:
-        scratch = Path(directory)
+    with _scratch_directory() as scratch:
         job = ZeroShotJob(
             source=source,
             tokenizer_directory=str(model_source.tokenizer_directory(source, tokenizer)),
@@ -290,11 +300,27 @@ def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
     from megacore.jobs.model import GenerateJob, places
     from megacore.ranks.stages import run_job
 
-    with TemporaryDirectory(prefix="megacore-") as directory:
-        scratch = Path(directory)
+    with _scratch_directory() as scratch:
         job = GenerateJob(**fields, **places(scratch))
         report = run_job("megacore.ranks.generate", job, scratch)
     return report["continuations"]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    """Yield a directory that is removed at the end, unless an error refers to the ranks' log."""
+    directory, kept = Path(mkdtemp(prefix="megacore-")), False
+    try:
+        yield directory
+    except (LaunchError, TrainingError) as error:
+        log = next(iter(glob(directory, "*.log")), None)
+        kept = log is not None and not isinstance(error, MemoryExhaustedError)
+        if kept and str(directory) not in str(error):
+            raise type(error)(f"{error} ({log})") from error
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_interactive(

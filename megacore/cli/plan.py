@@ -260,9 +260,9 @@ def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
     ranks = config.parallel.ranks_per_replica
     gpus = (Gpu(machine.name, memory, machine.processors),) * ranks
     if machine.device == "cpu":
-        return Hardware(machine.devices_per_node, memory * machine.devices_per_node)
+        gpus = ()
     host = memory * machine.devices_per_node
-    return Hardware(machine.devices_per_node, host, gpus, native_bf16="bf16" in machine.tflops)
+    return Hardware(machine.devices_per_node, host, gpus, native_bf16=machine.native_bf16)
 
 
 def _searched(

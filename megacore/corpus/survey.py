@@ -264,7 +264,7 @@ def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str
     for row in rows:
         for key, value in row.items():
             lengths.setdefault(key, 0)
-            lengths[key] += len(value) if isinstance(value, str) else 0
+            lengths[key] += len(value.strip()) if isinstance(value, str) else 0
     keys = [key for key in lengths if lengths[key]]
     if not keys:
         raise ConfigError(

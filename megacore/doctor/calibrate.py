@@ -32,7 +32,7 @@ from megacore.doctor.machine import measure_storage
 from megacore.errors import LaunchError
 from megacore.hardware import Hardware
 from megacore.launch.exit_reason import die_with_parent
-from megacore.plan.machine import Machine, machine_of
+from megacore.plan.machine import Machine, generic_machine_of
 
 LIMIT_SECONDS = 120.0
 """Time limit of all measurements: they take less than a minute on an idle host."""
@@ -462,8 +462,8 @@ def calibrate(
     hardware = Hardware.detect()
     plan = plan or (GPU_PLAN if hardware.gpus else CPU_PLAN)
     started = time.time()
+    generic = generic_machine_of(hardware, precisions_of(hardware)[0])
     measured = measure(hardware, plan, workspace, limit)
-    generic = machine_of(hardware, precisions_of(hardware)[0])
     total = len(hardware.gpus) or hardware.cores
     sources = [
         f"measured on {platform.node()} on {time.strftime('%Y-%m-%d', time.gmtime(started))}: "

@@ -316,7 +316,7 @@ def gpus(facts: Facts) -> Finding | None:
             )
         if value.get("problem"):
             judgement.error(host, f"{value['problem']}: look at the driver of {host}")
-        _gpu_state(judgement, host, value.get("smi") or [])
+        _gpu_state(judgement, host, _chosen(value))
         cuda = facts.probes[host].get("torch", "cuda_build")
         driver = facts.probes[host].get("toolchain", "driver")
         # A driver that is too old, or a torch without CUDA, is a problem of the toolchain.
@@ -334,6 +334,15 @@ def gpus(facts: Facts) -> Finding | None:
     drivers = [(host, value["smi"][0]["driver"]) for host, value in answered if value.get("smi")]
     _same(judgement, drivers, "the GPU driver", "install the same driver on all hosts")
     return judgement.finding()
+
+
+def _chosen(gpus: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """Return nvidia-smi's report on the GPUs that CUDA_VISIBLE_DEVICES numbers, or else on all."""
+    reported, chosen = gpus.get("smi") or [], (gpus.get("restricted") or "").split(",")
+    if not all(number.strip().isdigit() for number in chosen):
+        return reported  # unset, or names of GPUs or of their parts
+    numbers = {int(number) for number in chosen}
+    return [gpu for gpu in reported if gpu["index"] in numbers]
 
 
 def _gpu_state(judgement: Judgement, host: str, devices: Sequence[dict[str, Any]]) -> None:

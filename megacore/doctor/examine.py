@@ -56,7 +56,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
     ends = began + WHOLE_SECONDS
     check_ssh(subject.hosts)
     # Refuse a configuration that does not fit before contacting any host.
-    needs_of(subject, "cpu", "fp32")
+    if all(subject.hosts.values()):
+        needs_of(subject, "cpu", "fp32")
     launch = subject.launch
     endpoint(launch.rdzv_endpoint)
     ssh = Ssh.of(launch)
@@ -73,15 +74,18 @@ def examine(subject: Subject, *, full: bool) -> Examination:
     for host, contact in contacts.items():
         if contact.problem is not None:
             probes[host] = HostProbe(host, unreachable=contact.problem, failed=contact.problem)
+    known = subject.with_ranks(
+        {host: len(probe.get("gpus", "visible") or ()) for host, probe in probes.items()}
+    )
     facts = Facts(
-        hosts=subject.hosts,
+        hosts=known.hosts,
         probes={host: probes[host] for host in subject.hosts},
         contacts=contacts,
         launch=launch,
         workspace=str(subject.workspace),
         seen=seen,
         master=next(iter(subject.hosts)) if len(subject.hosts) > 1 else "",
-        needs=_needs(subject, probes),
+        needs=_needs(known, probes),
     )
     facts = try_ports(facts, ssh, ends)
     if full:

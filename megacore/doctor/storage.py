@@ -368,7 +368,11 @@ def tokens(facts: Facts) -> Finding | None:
         planned = sum(file.get("planned", 0) for file in value["files"])
         part = f"{read / planned:.0%} of " if planned and read < planned else ""
         opened = [file for file in value["files"] if "problem" not in file]
-        ids = f"ids of {part}{planned:,} tokens below {value['vocab_size']}"
+        ids = (
+            f"ids of {part}{planned:,} tokens below {value['vocab_size']}"
+            if value["vocab_size"] is not None
+            else "the vocabulary of the tokenizer is not known here, so ids are not compared"
+        )
         judgement.note(host, f"{_files(opened)}{ids}" if opened else "no readable token files")
         for file in value["files"]:
             if "problem" in file:

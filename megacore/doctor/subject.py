@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +23,7 @@ from megacore.paths import glob, is_dir
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import estimate_memory
 from megacore.plan.preflight import checkpoints_on_disk
-from megacore.plan.vocabulary import expected_vocab_size
+from megacore.plan.vocabulary import expected_vocab_size, is_on_the_hub
 
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -65,6 +65,23 @@ class Subject:
         local_ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
         return cls(hosts_of(launch) or {own_name(): local_ranks}, workspace, launch, config, data)
 
+    def with_ranks(self, gpus: Mapping[str, int]) -> Self:
+        """Return the subject with the ranks that a start would have where their number is unknown.
+
+        They are one for each of a host's visible `gpus`; without any, those of one replica.
+        """
+        if self.launch.has_scheduler:  # this host is not one of the job's
+            return self
+        replica = 0 if self.config is None else self.config.parallel.ranks_per_replica
+        hosts = {host: ranks or gpus.get(host) or replica for host, ranks in self.hosts.items()}
+        return replace(self, hosts=hosts)
+
+    def ranks_on(self, nodes: int) -> int:
+        """Return the ranks on the `nodes` hosts with the fewest; 0 if their number is unknown."""
+        if self.launch.has_scheduler:  # whose hosts are equal, and of which none is known
+            return nodes * sum(self.hosts.values())
+        return sum(sorted(self.hosts.values())[:nodes])
+
     @property
     def shared(self) -> bool:
         """True if all hosts must see the same workspace."""
@@ -97,7 +114,11 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
     ready = tuple(
         source.prefix for source in config.data.sources if isinstance(source, PrefixSource)
     )
-    return RunData(ready, expected_vocab_size(config.data.tokenizer)) if ready else RunData()
+    if not ready:
+        return RunData()
+    # The size of a tokenizer on the hub is known only when it has been downloaded.
+    choice = config.data.tokenizer
+    return RunData(ready, None if is_on_the_hub(choice) else expected_vocab_size(choice))
 
 
 def data_at(path: Path, vocab_size: int | None) -> RunData:
@@ -126,7 +147,8 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     vocab_size = subject.data.vocab_size or expected_vocab_size(config.data.tokenizer)
     parallel = config.parallel
     replica = parallel.ranks_per_replica
-    ranks = sum(subject.hosts.values()) or replica
+    nodes = (subject.launch.node_range or (1, 1))[1]
+    ranks = subject.ranks_on(max(nodes, len(subject.hosts))) or replica
     if subject.launch.elastic:
         data = _least_replicas(subject, replica)
     else:
@@ -159,6 +181,6 @@ def _least_replicas(subject: Subject, replica: int) -> int:
     config, nodes = subject.config, subject.launch.node_range
     assert config is not None
     assert nodes is not None
-    largest = sum(sorted(subject.hosts.values())[: nodes[0]]) // replica
+    largest = subject.ranks_on(nodes[0]) // replica
     batches = config.train.global_batch_size // config.train.micro_batch_size
     return next((count for count in range(largest, 0, -1) if batches % count == 0), 1)

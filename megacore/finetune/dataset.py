@@ -341,7 +341,7 @@ def _csv_lines(path: Path) -> Iterator[str]:
 _Path = tuple[str | int, ...]
 """Keys that lead to a value of a row, with 0 for the elements of a list."""
 _Kinds = dict[_Path, set[bool]]
-"""Whether the values at a path are texts: {True}, {False}, or both."""
+"""Kinds of the values at each path, True for texts: {True}, {False}, or both."""
 
 
 def _json_rows(path: Path, suffix: str) -> Iterator[Any]:

@@ -164,6 +164,11 @@ class Machine(Section):
             raise ValueError(f"device {self.device} {problem}")
         return self
 
+    @property
+    def native_bf16(self) -> bool:
+        """True if the device computes in bf16 at least as fast as in fp32."""
+        return self.tflops.get("bf16", 0.0) >= self.tflops.get("fp32", 0.0)
+
     def peak(self, precision: str) -> float:
         """Return the peak FLOP/s of a device. Raises ConfigError for an unknown rate."""
         for name, rate in self.tflops.items():
@@ -207,15 +212,19 @@ def load_machine(name: str) -> Machine:
 
 
 def machine_of(hardware: Hardware, precision: str) -> Machine:
+    """Return the measured file of this host, or else the generic one of its devices.
+
+    Raises ConfigError if the files are missing or damaged.
+    """
+    return _measured(hardware, precision) or generic_machine_of(hardware, precision)
+
+
+def generic_machine_of(hardware: Hardware, precision: str) -> Machine:
     """Return the hardware file of this host's GPUs, or that of its cores without a GPU.
 
-    A measured file of this host comes first. A GPU without a file, or a slice of one, gets A100's
-    shares of its own peak rate, memory that is slower in proportion, and A100's links. Raises
-    ConfigError if the files are missing or damaged.
+    A GPU without a file, or a slice of one, gets A100's shares of its own peak rate, memory that is
+    slower in proportion, and A100's links. Raises ConfigError if the files are missing or damaged.
     """
-    measured = _measured(hardware, precision)
-    if measured is not None:
-        return measured
     if not hardware.gpus:
         return _core(hardware)
     gpu = min(hardware.gpus, key=lambda each: each.memory)

@@ -133,10 +133,10 @@ def search_around(iteration: Iteration) -> tuple[SearchResult, Candidate]:
 
 
 def precision_on(config: RunConfig, machine: Machine) -> str:
-    """Return the data type of a run's computation on a machine; auto is bf16 on GPUs with it."""
+    """Return the data type of a run's computation on a machine; auto is bf16 where it is fast."""
     if config.train.precision != "auto":
         return config.train.precision
-    preferred = ("bf16", "fp32") if machine.device == "cuda" else ("fp32",)
+    preferred = ("bf16", "fp32") if machine.native_bf16 else ("fp32",)
     return next((each for each in preferred if each in machine.tflops), next(iter(machine.tflops)))
 
 

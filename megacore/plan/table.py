@@ -5,6 +5,7 @@ Each row names a model, a layout and GPUs, with the columns that published table
 
 import csv
 import io
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,14 @@ _POSITIVE = frozenset(
 """Columns of sizes, which are at least 1."""
 _VOCABULARY = 50_257
 """Entries of the vocabulary of a row that does not name them: GPT-2's."""
-_HARDWARE = ("b200", "h200", "h100", "l40s", "a100")
+_HARDWARE = {
+    "b200": "b200",
+    "gh200": "h100",
+    "h200": "h200",
+    "h100": "h100",
+    "l40s": "l40s",
+    "a100": "a100",
+}
 """Hardware files by a part of the column gpu, in lower case; A100's also need its memory."""
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
@@ -197,11 +205,11 @@ def software_of(row: Mapping[str, str]) -> Software:
 @lru_cache
 def _machine(gpu: str) -> Machine:
     text = gpu.lower()
-    name = next((name for name in _HARDWARE if name in text), None)
+    name = next((file for word, file in _HARDWARE.items() if word in text), None)
     if name is None:
         raise ConfigError(f"gpu is {gpu!r}: no hardware file describes it")
     if name == "a100":
-        name = "a100-40gb" if "40" in text else "a100-80gb"
+        name = "a100-40gb" if re.search(r"(?<!\d)40", text) else "a100-80gb"
     return load_machine(name)
 
 

@@ -254,8 +254,10 @@ def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.d
         ParallelLayoutError: the number of started ranks differs from the job's, or they cannot
             share the model.
         CheckpointError: the weights are damaged or of another model.
+        MemoryExhaustedError: the memory does not suffice for the model, or for the body.
     """
     from megacore.generate.weights import load_model
+    from megacore.train.memory import translate_memory_errors
 
     world_size, layout = started_ranks(job), job.layout
     set_up_arithmetic(job.threads_per_rank)
@@ -265,6 +267,12 @@ def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.d
         join_group(device, bound=True)
         mesh = ProcessMesh.build(layout, device_type=device.type)
     dtype = DTYPES[resolve_precision(job.precision, device.type)]
-    yield load_model(job.source, mesh, device=device, dtype=dtype), mesh, device
+    with translate_memory_errors(
+        lambda reason: (
+            f"out of memory ({reason}): lower the batch size or the number of tokens, or divide "
+            "the model over more GPUs"
+        )
+    ):
+        yield load_model(job.source, mesh, device=device, dtype=dtype), mesh, device
     if world_size > 1:
         dist.destroy_process_group()

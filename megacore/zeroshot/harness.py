@@ -159,11 +159,11 @@ def task_files(directory: str | None) -> dict[str, str] | None:
     """
     if directory is None:
         return None
-    files = sorted(path for path in rglob(directory, "*") if is_file(path))
-    files = [path for path in files if "__pycache__" not in path.parts]
     included: set[Path] = set()
     data: set[str] = set()  # many tasks may name the same
     try:
+        files = sorted(path for path in rglob(directory, "*") if is_file(path))
+        files = [path for path in files if "__pycache__" not in path.parts]
         for path in files:
             if path.suffix in (".yaml", ".yml"):
                 includes: set[Path] = set()

@@ -15,7 +15,7 @@ import torch
 
 from megacore.cli.chat import CheckpointWriter, chat, transformers_writer, write_all
 from megacore.convert.model_source import find_model, find_tokenizer
-from megacore.errors import ConfigError, ConversionError
+from megacore.errors import ConfigError, ConversionError, MemoryExhaustedError
 from megacore.generate.generate import generate
 from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions
@@ -43,6 +43,8 @@ class Echo:
                 raise KeyboardInterrupt
             if word == "long":
                 raise ConfigError("the text is too long")
+            if word == "large":
+                raise MemoryExhaustedError("the memory does not suffice")
             emit(word.upper())
 
 
@@ -72,11 +74,32 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def test_loop_survives_interruptions_and_refused_lines(
     typed: Callable[..., None], capsys: pytest.CaptureFixture[str], last: str
 ) -> None:
-    typed("a b", None, "c stop d", "long", "e", last, "never")
+    typed("a b", None, "c stop d", "long", "large", "e", last, "never")
     chat(Echo())
     output = capsys.readouterr()
     assert output.out.split() == ["AB", "C", "E"]
-    assert output.err.splitlines()[1:] == ["error: the text is too long"]
+    assert output.err.splitlines()[1:] == [
+        "error: the text is too long",
+        "error: the memory does not suffice",
+    ]
+
+
+@pytest.mark.parametrize("part", ["generate", "weights.load_model"])
+def test_lack_of_memory_is_one_sentence(
+    part: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr("megacore.ranks.process.set_up_arithmetic", lambda threads: None)
+    monkeypatch.setattr(
+        f"megacore.generate.{part.replace('generate', 'generate.generate')}", exhausted
+    )
+    result = run("generate", files.checkpoint, "--prompt", "the value", "--max-new-tokens", 2)
+    assert isinstance(result.exception, MemoryExhaustedError)
+    assert str(result.exception).startswith(
+        "the memory does not suffice for the model and the text (CUDA out of memory.): shorten"
+    )
 
 
 def test_empty_lines_of_a_pipe_are_skipped(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megacore.errors import CheckpointError, ConfigError, DataFormatError, MegacoreError
+from megacore.errors import (
+    CheckpointError,
+    ConfigError,
+    DataFormatError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+    TrainingError,
+)
 from megacore.jobs.model import GenerateJob
 from megacore.tokenizer import load_tokenizer
 from tests._limits import HANG
@@ -167,6 +176,37 @@ def test_a_run_is_found_by_the_beginning_of_its_key(
     assert f"from {run_directory}" in written
     refused = run("evaluate", "--checkpoint", "0123", "--passkey", 1)
     assert "the passkey test has the length 1" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("error", "named", "kept"),
+    [
+        (RankLostError, True, True),
+        (TrainingError, False, True),
+        (MemoryExhaustedError, False, False),
+        (ConfigError, False, False),
+    ],
+)
+def test_the_log_of_ranks_that_crash_is_kept(
+    error: type[MegacoreError],
+    named: bool,
+    kept: bool,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def crash(module: str, job: object, scratch: Path) -> None:
+        log = scratch / "generate.log"
+        log.write_text("Traceback")
+        raise error("rank 0 ended" + (f"; last lines of {log}: Traceback" if named else ""))
+
+    monkeypatch.setattr("megacore.ranks.stages.run_job", crash)
+    result = run("generate", files.checkpoint, "--prompt", "the", "--prompt", "value")
+    assert isinstance(result.exception, error)
+    logs = re.findall(r"/[^ :)]+generate\.log", str(result.exception))
+    assert len(logs) == kept
+    for log in logs:
+        assert Path(log).read_text() == "Traceback"
+        shutil.rmtree(Path(log).parent)
 
 
 def test_a_key_of_nothing_is_refused_with_the_command_that_lists_runs() -> None:

@@ -166,6 +166,16 @@ def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
     assert "The text is in 'body', not in id, score." in Path("a.yaml").read_text()
 
 
+def test_a_field_of_blanks_has_no_text(here: Path) -> None:
+    rows = [{"text": " ", "body": prose(1_000, number)} for number in range(20)]
+    (here / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("a.jsonl").exit_code == 0
+    source = written("a").data.source
+    assert source is not None
+    assert source.kind == "jsonl"
+    assert source.key == "body"
+
+
 @pytest.mark.parametrize("name", ["A.JSONL", "c4.00000.json"])
 def test_json_lines_are_recognized_by_any_usual_name(here: Path, name: str) -> None:
     (here / "data").mkdir()

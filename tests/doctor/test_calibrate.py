@@ -15,7 +15,7 @@ from megacore.hardware import Hardware
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.iteration import Iteration
-from megacore.plan.machine import Machine, load_machine
+from megacore.plan.machine import HARDWARE_DIR, LOCAL_FILE, Machine, load_machine
 from megacore.plan.operations import Core, Rates
 from tests._limits import HANG
 
@@ -136,9 +136,13 @@ def test_the_written_file_is_a_hardware_file(
 ) -> None:
     one = Hardware(cores=1, memory=8 << 30)
     monkeypatch.setattr(Hardware, "detect", lambda: one)
-    path = tmp_path / "local.yaml"
+    path = tmp_path / HARDWARE_DIR / LOCAL_FILE
+    path.parent.mkdir(parents=True)
+    path.write_text("devices_per_node: 64\n")  # not even complete
+    monkeypatch.chdir(tmp_path)
     written = calibrate(path, tmp_path, QUICK, limit=HANG)
     machine = load_machine(str(path))
+    assert (machine.devices_per_node, machine.memory_gib) == (1, 8)
     assert machine == written
     assert machine.sources[0].startswith("measured on ")
     assert 0.0005 < machine.tflops["fp32"] < 10

@@ -1,5 +1,6 @@
 """Comparison of the hosts: packages, GPUs, kernels, speed, memory and limits."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +154,18 @@ def test_busy_faulty_or_different_gpus_are_a_warning() -> None:
         ("b",),
         "driver is 550 on b",
     )
+
+
+@pytest.mark.parametrize(
+    ("restricted", "verdict"),
+    [(None, "warning"), ("GPU-1234", "warning"), ("0, 1", "warning"), ("2,3", "ok")],
+)
+def test_gpus_that_are_hidden_may_be_busy(restricted: str | None, verdict: str) -> None:
+    host = gpu_host("a", count=4)
+    values = copy.deepcopy(host.values)
+    values["gpus"]["smi"][1]["free"] = GIB
+    values["gpus"]["restricted"] = restricted
+    expect(gpus(facts(HostProbe("a", values))), verdict, ("a",) if verdict == "warning" else ())
 
 
 def test_hanging_or_failing_driver_is_an_error() -> None:

@@ -42,6 +42,18 @@ def test_configured_token_files_are_examined_before_a_run(prepared: Path) -> Non
     prefix = str(prepared / "data" / "tokens_text_document")
     run = _runs.config(data={"source": {"kind": "prefix", "prefix": prefix}})
     assert data_of(run, Workspace(prepared)) == RunData((prefix,), 512)
+    hub = _runs.config(
+        data={
+            "source": {"kind": "prefix", "prefix": prefix},
+            "tokenizer": {"kind": "hf", "name": "a/b"},
+        }
+    )
+    data = data_of(hub, Workspace(prepared))
+    assert data == RunData((prefix,), None)  # which vocabulary, only the hub knows
+    report = examine(Subject({own_name(): 1}, prepared, data=data), full=False)
+    found = next(finding for finding in report.findings if finding.check == "tokens")
+    assert found.verdict == "ok"
+    assert "ids are not compared" in found.found[own_name()]
 
 
 def test_token_files_are_given_by_directory_or_prefix(prepared: Path) -> None:
@@ -76,6 +88,37 @@ def test_needs_include_memory_gradients_and_checkpoints() -> None:
     assert needs_of(Subject({"a": 1}, Path("/w")), "cpu", "fp32") is None
     with pytest.raises(ParallelLayoutError):
         needs_of(Subject({"a": 3}, Path("/w"), run.launch, run), "cpu", "fp32")
+
+
+def test_unknown_ranks_are_those_of_a_start() -> None:
+    """ZeRO shards the state over one rank on each GPU, or the ranks of one replica without GPUs."""
+    zero = {"data_parallel_sharding": "optimizer"}
+    run = _runs.config(parallel=zero, launch={"nproc_per_node": "auto"})
+    unknown = Subject.of_launch(run.launch, Path("/w"), run, RunData())
+    assert dict(unknown.hosts) == {own_name(): 0}
+    assert dict(unknown.with_ranks({own_name(): 4}).hosts) == {own_name(): 4}
+    assert dict(unknown.with_ranks({}).hosts) == {own_name(): 1}
+    two = _runs.config(parallel={"tensor_model_parallel_size": 2}, launch=run.launch.model_dump())
+    assert dict(replace(unknown, config=two).with_ranks({}).hosts) == {own_name(): 2}
+    assert dict(replace(unknown, config=None).with_ranks({}).hosts) == {own_name(): 0}
+    assert dict(Subject({"a": 3}, Path("/w")).with_ranks({"a": 8}).hosts) == {"a": 3}
+    given = needs_of(Subject({"a": 4}, Path("/w"), run.launch, run), "cpu", "fp32")
+    assert needs_of(unknown.with_ranks({own_name(): 4}), "cpu", "fp32") == given
+    one = needs_of(unknown.with_ranks({}), "cpu", "fp32")
+    assert one is not None
+    assert given is not None
+    assert one.device > given.device
+
+
+def test_a_schedulers_run_has_the_ranks_of_all_its_hosts() -> None:
+    zero = {"data_parallel_sharding": "optimizer"}
+    launch = {"kind": "slurm", "allow_cpu": True, "nproc_per_node": 2}
+    for nodes, slots in ((2, {"a": 2, "b": 2}), ("1:2", {"a": 2})):
+        run = _runs.config(parallel=zero, launch=launch | {"nnodes": nodes})
+        subject = Subject.of_launch(run.launch, Path("/w"), run, RunData())
+        assert dict(subject.with_ranks({own_name(): 8}).hosts) == {own_name(): 2}
+        expected = needs_of(Subject(slots, Path("/w"), LaunchConfig(), run), "cpu", "fp32")
+        assert needs_of(subject, "cpu", "fp32") == expected
 
 
 def test_elastic_run_needs_the_memory_of_its_fewest_hosts() -> None:

@@ -17,7 +17,15 @@ from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB
-from megacore.plan.search import FILLED, _Group, _Space, launch_values, search, search_around
+from megacore.plan.search import (
+    FILLED,
+    _Group,
+    _Space,
+    launch_values,
+    precision_on,
+    search,
+    search_around,
+)
 from megacore.plan.search_result import CHOSEN, Choice, Partition, SearchResult
 from megacore.plan.table import memory_of
 
@@ -178,6 +186,14 @@ def test_a_run_is_among_the_layouts_of_its_own_ranks(cores: float) -> None:
     assert found.memory == own.memory
     assert result.machine.memory_gib == cores * machine.memory_gib
     assert own.seconds >= result.best[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("cpu", "fp32"), ("cpu-bf16", "bf16"), ("h100", "bf16")]
+)
+def test_auto_is_the_precision_of_the_machine(name: str, precision: str) -> None:
+    config = load_config("gpt2-tiny", TINY | {"train.precision": "auto"})
+    assert precision_on(config, load_machine(name)) == precision
 
 
 def test_long_sequences_of_a_small_batch_are_divided() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from megacore.errors import DataFormatError, MegacoreError, WorkspaceError
 from megacore.plan import table
+from megacore.plan.machine import load_machine
 from megacore.plan.memory import GIB
 from megacore.plan.operations import BLOOM_2022, MEGACORE, MEGATRON_2021
 from megacore.plan.table import NEW_COLUMNS, iteration_of, memory_of, predict_row, predict_table
@@ -94,6 +95,19 @@ def test_gradients_in_fp32_are_added_where_embeddings_have_the_place_of_a_layer(
     whole = RUN | {"layers": "24", "pp": "4"}
     divided = whole | {"layers": "22"}
     assert memory_of(iteration_of(divided)) > memory_of(iteration_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("GH200 96GB", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("DGX A100 640GB", "a100-80gb"),
+        ("A100-SXM4-40GB", "a100-40gb"),
+    ],
+)
+def test_a_gpu_is_recognized_by_its_name(gpu: str, name: str) -> None:
+    assert iteration_of(RUN | {"gpu": gpu}).machine == load_machine(name)
 
 
 def test_the_program_is_that_of_the_time() -> None:

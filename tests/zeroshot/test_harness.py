@@ -169,6 +169,22 @@ def test_key_has_included_files_of_other_directories_and_their_functions(tmp_pat
     assert changed_digests(tasks, tmp_path / "utils.py") == {str(tmp_path / "utils.py")}
 
 
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").mkdir()
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "secret":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"secret cannot be read: Permission denied"):
+        task_files(str(tmp_path))
+
+
 def test_an_included_file_that_is_missing_is_named(tmp_path: Path) -> None:
     write_yaml(tmp_path / "one.yaml", {"task": "one", "include": "_base_yaml"})
     with pytest.raises(ConfigError, match=r"one\.yaml includes _base_yaml, but there is no file"):
