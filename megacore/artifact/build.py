@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact.files import (
     canonical_json,
+    delete_tree,
     sync_directory,
     sync_tree,
     temporary_of,
@@ -32,6 +33,8 @@ WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of a file system that has no locks."""
 KEY_LENGTH = 16
 """Hex digits of a key: 64 bits."""
+_HOLDER_BYTES = 1 << 16
+"""Most bytes of a lock file that are read."""
 _logger = logging.getLogger(__name__)
 
 
@@ -137,7 +140,7 @@ def build_artifact(
                     _logger.warning("stage %s runs again: %s", key.stage, error)
                     remove_tree(target)
             for stale in glob(folder, f"{key.key}.tmp-*"):
-                shutil.rmtree(stale)
+                delete_tree(stale)
             temporary = temporary_of(target)
             temporary.mkdir()
             try:
@@ -196,7 +199,7 @@ def mark_used(directory: Path) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Rename a directory, then delete it, so that no reader sees it half deleted."""
-    shutil.rmtree(rename_doomed(directory))
+    delete_tree(rename_doomed(directory))
 
 
 def rename_doomed(directory: Path) -> Path:
@@ -234,20 +237,22 @@ def lock(
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     descriptor = _open_lock(target)
-    with open(descriptor, "r+", encoding="utf-8") as file:
+    try:
         if not _flock(descriptor, kind, target):
-            on_wait(f"waits for {target}, which {_holder_of(file)} uses")
-            fcntl.flock(file, kind)
+            on_wait(f"waits for {target}, which {_holder_of(descriptor)} uses")
+            fcntl.flock(descriptor, kind)
         if shared:
-            _replace_text(file, "")  # of a holder that was killed
+            _replace_text(descriptor, "")  # of a holder that was killed
             yield descriptor
             return
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        _replace_text(file, json.dumps([os.getpid(), socket.gethostname(), holder, since]))
+        _replace_text(descriptor, json.dumps([os.getpid(), socket.gethostname(), holder, since]))
         try:
             yield descriptor
         finally:
-            _replace_text(file, "")
+            _replace_text(descriptor, "")
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -314,10 +319,10 @@ def _flock(descriptor: int, kind: int, target: Path) -> bool:
     return True
 
 
-def _holder_of(file: TextIO) -> str:
+def _holder_of(descriptor: int) -> str:
     """Return the name of the process that holds a lock file, as far as the file names it."""
     try:
-        pid, host, holder, since = json.loads(file.read())
+        pid, host, holder, since = json.loads(os.pread(descriptor, _HOLDER_BYTES, 0))
     except (OSError, ValueError, TypeError):
         return "another process"
     place = f"process {pid} on {host}, since {since}"
@@ -327,10 +332,8 @@ def _holder_of(file: TextIO) -> str:
     return name
 
 
-def _replace_text(file: TextIO, text: str) -> None:
+def _replace_text(descriptor: int, text: str) -> None:
     """Replace the content of an open file; a full disk costs only the holder's name."""
     with suppress(OSError):
-        file.seek(0)
-        file.truncate()
-        file.write(text)
-        file.flush()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)

@@ -429,6 +429,7 @@ def workspace_errors(
             "EROFS": elsewhere,
             "EEXIST": f"move what is in the way or {elsewhere}",
             "EBUSY": f"it is a mount point or in use: {elsewhere}",
+            "ENOTEMPTY": f"move what is in the way or {elsewhere}",
             "ENOTDIR": f"move the file that is in the way or {elsewhere}",
             "EISDIR": f"move the directory that is in the way or {elsewhere}",
             "ENAMETOOLONG": "give it a shorter name",
@@ -583,7 +584,12 @@ def remove_dead_temporaries(target: Path) -> None:
         pid = path.name.rpartition("-")[2]
         if pid.isdecimal() and exists("/proc") and not exists(Path("/proc", pid)):
             with suppress(OSError):
-                shutil.rmtree(path) if is_dir(path) else path.unlink()
+                delete_tree(path) if is_dir(path) else path.unlink()
+
+
+def delete_tree(directory: Path) -> None:
+    """Delete a directory, or only the link if a link leads to it. Raises OSError."""
+    directory.unlink() if is_symlink(directory) else shutil.rmtree(directory)
 
 
 def link_or_copy(path: Path, target: Path) -> None:
@@ -618,13 +624,17 @@ def copy_tree(source: Path, target: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` to disk, except temporary directories."""
+    """Flush every file and directory below `path` to disk, except temporary directories.
+
+    Those that another process removes meanwhile are left out.
+    """
     for folder, below, names in os.walk(path):
         below[:] = [name for name in below if TEMPORARY not in name]
         for name in names:
-            with open(Path(folder, name), "rb") as file:
+            with suppress(FileNotFoundError), open(Path(folder, name), "rb") as file:
                 os.fsync(file.fileno())
-        sync_directory(Path(folder))
+        with suppress(FileNotFoundError):
+            sync_directory(Path(folder))
 
 
 def sync_directory(path: Path) -> None:

@@ -371,6 +371,8 @@ class CheckpointSaver:
         self.losses: dict[int, float] = {}
         """Validation losses, by iteration, that were measured after the save; for the retention.
         The first rank has them."""
+        self.damaged: set[Path] = set()
+        """Checkpoints of the run that its resume passed over, which no retention rule keeps."""
         self._beat = beat
         self._ranks = RankGroup(group)
         self._shares = Shares(self._ranks)
@@ -526,7 +528,10 @@ class CheckpointSaver:
 
     def retain(self, in_use: Path) -> list[Path]:
         """Delete the checkpoints that the retention rules do not keep, on one rank."""
-        return apply_retention(self._root, in_use=in_use, losses=self.losses, **self._keep)
+        self.damaged.discard(in_use)  # saved again at the same iteration
+        return apply_retention(
+            self._root, in_use=in_use, losses=self.losses, damaged=self.damaged, **self._keep
+        )
 
     def _fit(self, share: Tensors) -> None:
         """Allocate host memory; a failure on one rank is raised on all. Collective."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ from megacore.errors import (
 from megacore.paths import exists, is_dir, is_file
 
 T = TypeVar("T")
+_WAITING_INTERVAL = 5.0
+"""Seconds between two calls by a rank that waits for the others."""
 _logger = logging.getLogger(__name__)
 
 
@@ -62,11 +65,16 @@ class RankGroup:
         self.rank: int = dist.get_rank(group) if self.distributed else 0
         self.size: int = dist.get_world_size(group) if self.distributed else 1
 
-    def everywhere(self, action: Callable[[], T]) -> list[T]:
+    def everywhere(
+        self, action: Callable[[], T], waiting: Callable[[], None] | None = None
+    ) -> list[T]:
         """Run `action` on every rank and return the results in rank order, on every rank.
 
         A rank whose action fails raises the original error. The others raise the first failing
         rank's error, as the same MegacoreError or as CheckpointError. Results must be picklable.
+
+        A thread calls `waiting` every few seconds while this rank has finished and waits for the
+        others: it does not stall, and a rank that does has no such thread.
         """
         value: T | None = None
         failure: Exception | None = None
@@ -78,7 +86,8 @@ class RankGroup:
         outcomes: list[Any] = [outcome]
         if self.distributed:
             outcomes = [None] * self.size
-            dist.all_gather_object(outcomes, outcome, group=self.group)
+            with repeated(waiting):
+                dist.all_gather_object(outcomes, outcome, group=self.group)
         if failure is not None:
             raise failure
         for rank, (_, description) in enumerate(outcomes):
@@ -86,10 +95,34 @@ class RankGroup:
                 raise _restored(rank, *description)
         return [result for result, _ in outcomes]
 
-    def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank; every rank returns its result or raises its error."""
-        results: list[Any] = self.everywhere(action if self.rank == 0 else _nothing)
+    def on_first(self, action: Callable[[], T], waiting: Callable[[], None] | None = None) -> T:
+        """Run `action` on the first rank; every rank returns its result or raises its error.
+
+        `waiting` is called as by `everywhere`.
+        """
+        results: list[Any] = self.everywhere(action if self.rank == 0 else _nothing, waiting)
         return results[0]  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def repeated(action: Callable[[], None] | None) -> Iterator[None]:
+    """Let a thread call `action` every few seconds during the body; None calls nothing."""
+    if action is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(_WAITING_INTERVAL):
+            action()
+
+    thread = threading.Thread(target=repeat, name="megacore-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _nothing() -> Any:
@@ -119,10 +152,12 @@ def latest_complete_together(
     *,
     log: Callable[[str], None] = _logger.warning,
     progress: Callable[[], None] | None = None,
+    damaged: set[Path] | None = None,
 ) -> Path | None:
     """Choose a checkpoint like `format.latest_complete`; only the first rank logs. Collective.
 
-    `progress` is called as in `verify_together`.
+    `progress` is called as in `verify_together`. The checkpoints that are passed over are added to
+    `damaged`.
     """
     chosen = None
     for directory in reversed(ranks.on_first(lambda: checkpoint_directories(root))):
@@ -131,6 +166,8 @@ def latest_complete_together(
         except CheckpointError as error:
             if ranks.rank == 0:
                 log(passed_over(error))
+            if damaged is not None:
+                damaged.add(directory)
             continue
         chosen = directory
         break
@@ -163,7 +200,8 @@ def verify_together(
 ) -> Marker:
     """Compare every hash like `format.verify`; return the marker on every rank. Collective.
 
-    `progress` is called on each rank after each block that it read, by one thread at a time.
+    `progress` is called on each rank after each block that it read, and then every few seconds
+    while it waits for the others, by one thread at a time.
 
     Raises CheckpointError that names the missing or damaged file. Raises LaunchError if the
     complete checkpoint is missing on another host than the first rank's: skipping it would lose
@@ -197,7 +235,7 @@ def verify_together(
         except FileAccessError as error:  # raised below, on all ranks alike
             return {}, _describe(error)
 
-    outcomes = ranks.everywhere(compare)
+    outcomes = ranks.everywhere(compare, progress)
     for rank, (_, fault) in enumerate(outcomes):
         if fault is not None:
             raise _restored(rank, *fault)

@@ -125,16 +125,28 @@ class Marker:
             if type(record.size) is not int or type(record.sha256) is not str:
                 raise ValueError(f"the size or sha256 of {name} is of another type")
 
-    def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
+    def problem(
+        self,
+        directory: Path,
+        mode: Literal["quick", "full"],
+        progress: Callable[[], None] | None = None,
+    ) -> str | None:
         """Return the first problem with the files, in one clause that names the file, or None.
 
         quick compares sizes, and the hashes of files modified after the marker; full compares every
-        sha256. Raises FileAccessError if a file cannot be read now: the checkpoint may be sound.
+        sha256. Sound files that are newer, such as those of a copy, get a marker of their time, so
+        that they are hashed once. Raises FileAccessError if a file cannot be read now: the
+        checkpoint may be sound.
         """
         problem, touched = self.quick_problem(directory)
         if problem is not None:
             return problem
-        differing = self.differing(directory, self.files if mode == "full" else touched)
+        times = [_modified(directory / name) for name in touched]  # before they are read
+        names = self.files if mode == "full" else touched
+        differing = self.differing(directory, names, progress=progress)
+        if times and not differing:
+            with contextlib.suppress(OSError):
+                os.utime(directory / MARKER_NAME, ns=(max(times), max(times)))
         return next(iter(differing.values()), None)
 
     def quick_problem(self, directory: Path) -> tuple[str | None, list[str]]:
@@ -209,6 +221,14 @@ def _raise_unreadable(error: OSError, path: Path) -> None:
     """Raise FileAccessError if `error` says nothing about the file's content."""
     if (fault := unreadable(error, path)) is not None:
         raise fault from error
+
+
+def _modified(path: Path) -> int:
+    """Return the modification time in nanoseconds; 0 for a file that is gone meanwhile."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _name_within(name: str) -> str:
@@ -286,12 +306,16 @@ def protected(directory: Path) -> Iterator[Callable[[], None]]:
 def exclusive_lock(file: Path) -> Iterator[bool]:
     """Yield True if `file` has no readers; during the block, no new reader can start.
 
-    Does not wait: yields False if a reader holds the lock or the file is gone.
+    Does not wait: yields False if a reader holds the lock, or the file is gone or write-protected.
     """
     try:
         # NFS allows an exclusive lock only on a file that is open for writing.
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
+        yield False
+        return
+    except PermissionError:
+        _logger.warning("%s may not be written, so its checkpoint is kept", file)
         yield False
         return
     try:
@@ -330,15 +354,20 @@ def _check_same(descriptor: int, file: Path) -> None:
         )
 
 
-def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
+def verify(
+    directory: Path,
+    mode: Literal["quick", "full"] = "full",
+    progress: Callable[[], None] | None = None,
+) -> Marker:
     """Verify a checkpoint's files and return its marker.
 
-    Raises CheckpointError that names the missing or damaged file, or FileAccessError for one that
-    cannot be read now.
+    `progress` is called after each block of a file that was read. Raises CheckpointError that names
+    the missing or damaged file, or FileAccessError for one that cannot be read now.
     """
     with reading(directory):
         marker = Marker.read(directory)
-        refuse(directory, marker_problem(directory, marker) or marker.problem(directory, mode))
+        problem = marker_problem(directory, marker) or marker.problem(directory, mode, progress)
+        refuse(directory, problem)
         return marker
 
 
@@ -362,16 +391,19 @@ def _incomplete(directory: Path) -> str:
 
 
 def complete_checkpoints(
-    root: Path, mode: Literal["quick", "full"] = "quick"
+    root: Path,
+    mode: Literal["quick", "full"] = "quick",
+    progress: Callable[[], None] | None = None,
 ) -> dict[Path, Marker]:
     """Return every complete checkpoint in `root` with its marker, oldest iteration first.
 
-    Raises FileAccessError if a file cannot be read now.
+    `progress` is called after each block of a file that was read. Raises FileAccessError if a file
+    cannot be read now.
     """
     complete = {}
     for directory in checkpoint_directories(root):
         try:
-            complete[directory] = verify(directory, mode)
+            complete[directory] = verify(directory, mode, progress)
         except CheckpointError:
             continue
     return complete

@@ -4,13 +4,12 @@ import logging
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.artifact.files import sync_directory, workspace_errors
+from megacore.artifact.files import delete_tree, sync_directory, workspace_errors
 from megacore.checkpoint.format import (
     MARKER_NAME,
     STALE_SUFFIX,
@@ -42,6 +41,7 @@ def apply_retention(
     keep_best: bool = True,
     in_use: Path | None = None,
     losses: Mapping[int, float] | None = None,
+    damaged: Collection[Path] = (),
 ) -> list[Path]:
     """Delete the complete checkpoints in `root` that no rule keeps; return them, oldest first.
 
@@ -50,9 +50,10 @@ def apply_retention(
     are being read (`format.reading`). The newest is always kept, so the only complete one is never
     deleted. Incomplete ones are not touched, nor those of later iterations than `in_use`, which
     the rules ignore. `losses` are validation losses, by iteration, that were measured after the
-    save and are in no marker. Call it on one rank, while no save is in progress. Raises
-    WorkspaceError if a checkpoint cannot be renamed; what is then left of it is deleted as
-    `delete_stale` describes.
+    save and are in no marker. No rule keeps those of `damaged`, whose content a resume found to
+    differ, and none of them takes the place of a sound one. Call it on one rank, while no save is
+    in progress. Raises WorkspaceError if a checkpoint cannot be renamed; what is then left of it is
+    deleted as `delete_stale` describes.
     """
     markers = complete_checkpoints(root)
     current = None if in_use is None else iteration_of(in_use)
@@ -60,7 +61,9 @@ def apply_retention(
         # A run that is at `current` skipped the later ones: their sizes are right, but not their
         # content, so they must not take the place of sound ones.
         markers = {path: marker for path, marker in markers.items() if marker.iteration <= current}
-    newest_first = sorted(markers, key=lambda path: markers[path].iteration, reverse=True)
+    oldest_first = sorted(markers, key=lambda path: markers[path].iteration)
+    markers = {path: marker for path, marker in markers.items() if path not in damaged}
+    newest_first = [path for path in reversed(oldest_first) if path in markers]
     kept = set(newest_first[: max(keep_last, 1)])
     if keep_every is not None:
         kept |= {path for path in markers if markers[path].iteration % keep_every == 0}
@@ -74,9 +77,7 @@ def apply_retention(
     if in_use is not None:
         kept.add(root / in_use.name)
     with workspace_errors(root):
-        return [
-            path for path in reversed(newest_first) if path not in kept and _remove_unread(path)
-        ]
+        return [path for path in oldest_first if path not in kept and _remove_unread(path)]
 
 
 def _loss(marker: Marker, later: Mapping[int, float]) -> float | None:
@@ -132,16 +133,20 @@ def _stale_path(directory: Path, end: str) -> Path:
 
 
 def clean_up_and_report(
-    root: Path, recorder: "Recorder", report: Callable[[Path, Marker], None]
+    root: Path,
+    recorder: "Recorder",
+    report: Callable[[Path, Marker], None],
+    progress: Callable[[], None] | None = None,
 ) -> None:
     """Remove the remains of a crash in `root` and record the missing events of checkpoints.
 
     `report` records a checkpoint. If it raises CheckpointError, the checkpoint is left out: only
-    sizes were checked, and resuming detects the damage and skips it. Call it on one rank.
+    sizes were checked, and resuming detects the damage and skips it. `progress` is called while a
+    copied checkpoint's content is read. Call it on one rank.
     """
     if is_dir(root):
         remove_stale(root)
-    markers = complete_checkpoints(root)
+    markers = complete_checkpoints(root, progress=progress)
     present = {marker.iteration: path for path, marker in markers.items()}
     reported = recorder.reported_checkpoints()
     for iteration in sorted(present.keys() - reported.keys()):
@@ -161,7 +166,7 @@ def delete_stale(path: Path) -> bool:
     """
     try:
         if is_dir(path):
-            shutil.rmtree(path)
+            delete_tree(path)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -248,6 +248,7 @@ class FinetuneCheckpoints:
         )
         self._ranks = RankGroup(None)
         self._random_state: tuple[Path, str] | None = None
+        self._damaged: set[Path] = set()
         self._directory = AtomicDirectory(self.root, self._ranks)
 
     def resume(self) -> tuple[Progress, Path | None]:
@@ -262,15 +263,18 @@ class FinetuneCheckpoints:
             CheckpointError: the checkpoint is from another number of ranks, or another version, or
                 all complete checkpoints are damaged.
         """
-        self._beat("load")
+        beat = partial(self._beat, "load")
+        beat()
         self._ranks.on_first(
-            partial(clean_up_and_report, self.root, self._recorder, self._report_earlier)
+            partial(clean_up_and_report, self.root, self._recorder, self._report_earlier, beat),
+            beat,
         )
         path = latest_complete_together(
             self.root,
             self._ranks,
             log=self._recorder.warning,
-            progress=partial(self._beat, "load"),
+            progress=beat,
+            damaged=self._damaged,
         )
         if path is None:
             refuse_only_damaged(self.root, self._ranks)
@@ -342,7 +346,14 @@ class FinetuneCheckpoints:
         ]
 
     def _retain(self, path: Path) -> list[Path]:
-        return apply_retention(self.root, keep_last=self._keep_last, keep_best=False, in_use=path)
+        self._damaged.discard(path)  # saved again at the same step
+        return apply_retention(
+            self.root,
+            keep_last=self._keep_last,
+            keep_best=False,
+            in_use=path,
+            damaged=self._damaged,
+        )
 
     def _report_earlier(self, path: Path, marker: Marker) -> None:
         """Record a checkpoint of an earlier attempt. Raises CheckpointError if it is damaged."""

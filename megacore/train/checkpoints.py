@@ -126,12 +126,23 @@ class RunCheckpoints:
         """
         self._beat_load()
         self._ranks.on_first(
-            partial(clean_up_and_report, self.root, self._recorder, self._report_earlier)
+            partial(
+                clean_up_and_report,
+                self.root,
+                self._recorder,
+                self._report_earlier,
+                self._beat_load,
+            ),
+            self._beat_load,
         )
         self._saver.losses.update(self._recorder.validation_losses())
         self._beat_load()
         path = latest_complete_together(
-            self.root, self._ranks, log=self._recorder.warning, progress=self._beat_load
+            self.root,
+            self._ranks,
+            log=self._recorder.warning,
+            progress=self._beat_load,
+            damaged=self._saver.damaged,
         )
         if path is None:
             refuse_only_damaged(self.root, self._ranks)
@@ -223,8 +234,12 @@ class RunCheckpoints:
         self._saver.close()
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint of this run, checking only file sizes."""
-        return next(reversed(complete_checkpoints(self.root)), None)
+        """Return the newest complete checkpoint of this run, checking only file sizes.
+
+        Those that the resume passed over are left out.
+        """
+        complete = reversed(complete_checkpoints(self.root))
+        return next((path for path in complete if path not in self._saver.damaged), None)
 
     def path_of(self, iteration: int) -> Path:
         """Return the path of an iteration's checkpoint, another run's where this one began."""

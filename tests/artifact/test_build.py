@@ -360,6 +360,31 @@ def test_a_lock_file_that_cannot_be_made_is_one_sentence(
             pass
 
 
+def test_a_full_disk_costs_only_the_holders_name(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with lock(tmp_path / "a"):
+            pass
+        with pytest.raises(ValueError, match="of the body"), lock(tmp_path / "a"):
+            raise ValueError("of the body")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_damaged_artifact_behind_a_link_is_built_again_here(tmp_path: Path) -> None:
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    build_artifact(elsewhere, KEY, fill)
+    (elsewhere / KEY.key / "a.txt").write_text("damaged")
+    here.mkdir()
+    (here / KEY.key).symlink_to(elsewhere / KEY.key)
+    for built in (True, False):
+        _, ran = build_artifact(here, KEY, fill)
+        assert ran is built
+    assert not (here / KEY.key).is_symlink()
+    assert (elsewhere / KEY.key / "a.txt").read_text() == "damaged"
+
+
 def test_lock_file_is_empty_after_use(tmp_path: Path) -> None:
     with lock(tmp_path / "run"):
         assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()

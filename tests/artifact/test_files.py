@@ -29,6 +29,7 @@ from megacore.artifact.files import (
     require_space,
     save_array,
     staged,
+    sync_tree,
     workspace_errors,
     write_json,
 )
@@ -303,6 +304,33 @@ def test_an_output_that_turns_out_to_be_busy_is_refused_in_one_sentence(
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_another_process_finished_first_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("")
+    with (
+        pytest.raises(WorkspaceError, match=r"not empty: move what is in the way or give another"),
+        staged(tmp_path / "out"),
+    ):
+        shutil.copytree(tmp_path / "other", tmp_path / "out")
+
+
+def test_files_that_vanish_need_no_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("")
+    real = os.fsync
+
+    def sync(descriptor: int) -> None:
+        for folder in ("a", "b"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    (tmp_path / "first").write_text("")
+    sync_tree(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_what_a_process_with_the_same_number_left_is_named(tmp_path: Path) -> None:

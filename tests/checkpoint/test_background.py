@@ -138,6 +138,29 @@ def test_retention_keeps_new_checkpoints_below_damaged_ones(
     ]
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_a_sound_one(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
+) -> None:
+    earlier = make_saver(asynchronous=False)
+    for iteration in (100, 200, 237):
+        earlier.save(iteration, example(), {}, validation_loss=None)
+    damaged = tmp_path / "iter_0000237"
+    flip_bit(damaged / "__0_0.distcp")
+    saver = make_saver(asynchronous=False)
+    saver.damaged.add(damaged)
+    saver.save(237, example(), {}, validation_loss=None)  # sound again
+    assert not saver.damaged
+    flip_bit(damaged / "__0_0.distcp")
+    saver.damaged.add(damaged)
+    saver.save(300, example(), {}, validation_loss=None)
+    saver.wait()
+    assert [path.name for path in complete_checkpoints(tmp_path, "full")] == [
+        "iter_0000200",
+        "iter_0000300",
+    ]
+    assert not damaged.exists()
+
+
 @contextmanager
 def delayed_writes(change: Any = None) -> Iterator[threading.Event]:
     """Delay all writes until the event is set, and call `change` before each of them."""

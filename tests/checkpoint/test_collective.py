@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, FileAccessError, LaunchError, TransientFileError
 from tests._dist import DistributedError, run_distributed
+from tests._limits import HANG
 from tests.checkpoint._read import read_tensors
 
 
@@ -57,6 +60,43 @@ def test_verification_reports_its_progress(tmp_path: Path, monkeypatch: pytest.M
     assert len(calls) >= (path / "__0_0.distcp").stat().st_size // 1000
 
 
+def test_a_rank_that_waits_for_others_reports_it_until_they_have_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collective, "_WAITING_INTERVAL", 0.001)
+    calls: list[int] = []
+    reported = threading.Event()
+
+    def gather(outcomes: list[Any], outcome: Any, group: Any) -> None:
+        assert reported.wait(HANG)
+        outcomes[:] = [outcome, outcome]
+
+    def waiting() -> None:
+        calls.append(1)
+        reported.set()
+
+    def action() -> int:
+        time.sleep(0.01)
+        assert not calls  # a rank that works reports its own progress
+        return 3
+
+    monkeypatch.setattr(collective.dist, "all_gather_object", gather)
+    ranks = RankGroup(None)
+    ranks.distributed, ranks.size = True, 2
+    assert ranks.everywhere(action, waiting) == [3, 3]
+    number = len(calls)
+    time.sleep(0.02)
+    assert len(calls) == number
+
+
+def test_checkpoints_that_are_passed_over_are_collected(tmp_path: Path) -> None:
+    good, newest = (save_checkpoint(tmp_path, n, {"w": torch.ones(3)}, {}) for n in (1, 2))
+    (newest / "__0_0.distcp").write_bytes((newest / "__0_0.distcp").read_bytes()[::-1])
+    damaged: set[Path] = set()
+    assert latest_complete_together(tmp_path, RankGroup(None), damaged=damaged) == good
+    assert damaged == {newest}
+
+
 def test_a_checkpoint_missing_on_another_host_is_refused_unless_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,11 +124,13 @@ class Ranks(RankGroup):
         super().__init__(None)
         self.size, self._others = 3, others
 
-    def everywhere(self, action: Callable[[], Any]) -> list[Any]:
+    def everywhere(
+        self, action: Callable[[], Any], waiting: Callable[[], None] | None = None
+    ) -> list[Any]:
         value = action()
         return [value, *self._others] if isinstance(value, tuple) else [value]
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
+    def on_first(self, action: Callable[[], Any], waiting: Callable[[], None] | None = None) -> Any:
         return action()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.artifact.manifest import file_digest
 from megacore.checkpoint import format
 from megacore.checkpoint.format import (
     MARKER_NAME,
@@ -66,6 +67,28 @@ def test_quick_checks_the_hash_of_a_file_that_is_newer_than_the_marker(
     newest = directory if seconds < 0 else root / "iter_0000100"
     assert list(complete_checkpoints(root, "quick"))[-1] == newest
     assert list(complete_checkpoints(root, "full")) == [root / "iter_0000100"]
+
+
+def test_a_copy_is_hashed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+
+    def digest(path: Path, on_read: Callable[[int], None] | None = None) -> str:
+        hashed.append(path.name)
+        return file_digest(path, on_read)
+
+    directory = root / "iter_0000200"
+    before = Marker.read(directory)
+    later = (directory / MARKER_NAME).stat().st_mtime + 5
+    for name in ("state.json", "__0_0.distcp"):
+        os.utime(directory / name, (later, later))
+    monkeypatch.setattr("megacore.checkpoint.format.file_digest", digest)
+    calls: list[int] = []
+    assert directory in complete_checkpoints(root, progress=lambda: calls.append(1))
+    assert sorted(hashed) == ["__0_0.distcp", "state.json"]
+    assert len(calls) >= 2
+    assert directory in complete_checkpoints(root)
+    assert len(hashed) == 2
+    assert Marker.read(directory) == before
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,11 @@ LOSSES = {100: 3.0, 200: 2.0, 300: 2.5, 400: 2.0, 500: None, 600: 4.0}
         ),
         # measured after the save; the loss in a marker stays
         ({"keep_last": 1, "keep_best": True, "losses": {500: 1.9, 600: 1.0}}, [500, 600]),
+        # the best and the newest are damaged
+        (
+            {"keep_last": 2, "keep_best": True, "damaged": {Path("200"), Path("600")}},
+            [400, 500],
+        ),
         # the later ones are damaged: they are neither counted nor deleted
         ({"keep_last": 2, "keep_best": True, "in_use": Path("iter_0000300")}, list(LOSSES)[1:]),
     ],
@@ -74,6 +80,9 @@ def test_rules_select_the_checkpoints_to_keep(
     tmp_path: Path, rules: dict[str, object], expected: list[int]
 ) -> None:
     write_checkpoints(tmp_path, LOSSES)
+    if "damaged" in rules:
+        numbers = [int(path.name) for path in rules["damaged"]]  # type: ignore[attr-defined]
+        rules = rules | {"damaged": {tmp_path / directory_name(number) for number in numbers}}
     deleted = apply_retention(tmp_path, **rules)  # type: ignore[arg-type]
     assert iterations(tmp_path) == expected
     assert [iteration_of(path) for path in deleted] == [i for i in LOSSES if i not in expected]
@@ -86,6 +95,33 @@ def test_the_only_complete_checkpoint_is_kept_if_newer_ones_are_damaged(tmp_path
         (tmp_path / directory_name(iteration) / "state.json").write_text("damaged")
     assert apply_retention(tmp_path, keep_last=1, keep_best=False) == []
     assert 100 in iterations(tmp_path)
+
+
+def test_a_checkpoint_behind_a_link_loses_only_the_link(tmp_path: Path) -> None:
+    root, other = tmp_path / "run", tmp_path / "other"
+    write_checkpoints(other, {100: None})
+    write_checkpoints(root, {200: None})
+    (root / directory_name(100)).symlink_to(other / directory_name(100))
+    assert len(apply_retention(root, keep_last=1)) == 1
+    assert [path.name for path in root.iterdir()] == [directory_name(200)]
+    verify(other / directory_name(100))
+
+
+def test_a_write_protected_checkpoint_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None, 300: None})
+    protected, real = tmp_path / directory_name(100) / MARKER_NAME, os.open
+
+    def open_file(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if path == protected and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_file)
+    assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(200)]
+    assert iterations(tmp_path) == [100, 300]
+    assert f"{protected} may not be written, so its checkpoint is kept" in caplog.text
 
 
 def test_a_missing_root_has_nothing_to_delete(tmp_path: Path) -> None:
