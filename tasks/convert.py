@@ -9,11 +9,13 @@ from megacore.artifact.workspace import CHECKPOINTS_NAME, MODEL_DIRECTORY
 from megacore.checkpoint.format import protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.config.launch import LaunchConfig
 from megacore.hardware import Hardware
 from megacore.jobs.run import ConvertJob
 from megacore.observe.logging import short_number
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, fresh_scratch, stage_task
+from tasks._devices import devices
 from tasks._monitor import log_tail
 from tasks.evaluate import read_evaluation
 from tasks.index import RunData
@@ -99,7 +101,8 @@ def convert(
             }
         )
         # Not the run's lock, which a flow that extends the training may hold for days.
-        with protected(Path(job.checkpoint)):
+        # The ranks of an export are always on this host.
+        with devices(LaunchConfig(), trains=False), protected(Path(job.checkpoint)):
             report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
         return {
             "checkpoint": chosen,

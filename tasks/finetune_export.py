@@ -10,11 +10,13 @@ from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.workspace import MODEL_DIRECTORY
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
+from megacore.config.launch import LaunchConfig
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneExportJob
 from megacore.ranks import stages
 from megacore.redact import redact
 from tasks._cache import StageResult, build, fresh_scratch, stage_task
+from tasks._devices import devices
 from tasks._monitor import log_tail
 from tasks._parent import parent_of
 from tasks.finetune import finetune_job
@@ -56,7 +58,8 @@ def finetune_export(
                 "card": _card(config, finetuned, examples),
             }
         )
-        report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
+        with devices(LaunchConfig(), trains=False):  # its ranks are always on this host
+            report = stages.convert(job, scratch, log_tail(stages.conversion_log(scratch)).poll)
         plain = {
             name: value for name, value in report.items() if isinstance(value, (int, float, str))
         }

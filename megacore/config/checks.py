@@ -34,6 +34,8 @@ from megacore.errors import ConfigError
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
+LEAST_FLEX_HEAD = 16
+"""Least size of a head for FlexAttention, whose matrix products are Triton's."""
 _DOCUMENT_SAMPLE_FIELDS = (
     "packing",
     "index_style",
@@ -273,7 +275,7 @@ def _check_profile(train: TrainConfig) -> None:
 
 
 def _check_kernels(train: TrainConfig) -> None:
-    """Raise ValueError for C++ kernels in a precision that they do not compute in."""
+    """Raise ValueError for kernels that cannot run in the precision, or in compiled layers."""
     for operation in KernelsConfig.model_fields:
         if train.precision == "fp16" and getattr(train.kernels, operation) == "cpp":
             raise ValueError(
@@ -281,6 +283,18 @@ def _check_kernels(train: TrainConfig) -> None:
                 "kernels compute in fp32 and bf16 only: set the former to auto or plain, or change "
                 "the latter"
             )
+    option = train.kernels.weight_gradient
+    if train.precision == "fp32" and option in ("apex", "torch_fp32"):
+        raise ValueError(
+            f"train.kernels.weight_gradient is {option} but train.precision is fp32, and it "
+            "multiplies in half precision only: set the former to auto or plain, or change the "
+            "latter"
+        )
+    if train.kernels.dropout == "cpp" and train.compile == "on":
+        raise ValueError(
+            "train.kernels.dropout is cpp but train.compile is on, and it does not run in layers "
+            "that torch.compile compiles: set the former to auto or plain, or the latter to off"
+        )
 
 
 def _check_attention(config: "RunConfig") -> None:
@@ -296,6 +310,17 @@ def _check_attention(config: "RunConfig") -> None:
         raise ValueError(
             f"train.kernels.attention is flex but {reason}, and FlexAttention runs in compiled "
             "layers only: set the former to auto or plain, or change the latter"
+        )
+    if option == "flex" and config.model.attention_dropout:
+        raise ValueError(
+            "train.kernels.attention is flex but model.attention_dropout is "
+            f"{config.model.attention_dropout:g}, and FlexAttention drops no weights: set the "
+            "former to auto or plain, or the latter to 0"
+        )
+    if option == "flex" and config.model.head_dim < LEAST_FLEX_HEAD:
+        raise ValueError(
+            f"train.kernels.attention is flex but the heads have {config.model.head_dim} features, "
+            f"and FlexAttention needs {LEAST_FLEX_HEAD} or more: set the former to auto or plain"
         )
 
 

@@ -196,7 +196,7 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     train = values.get("train")
     precision = train.get("precision") if isinstance(train, dict) else None
     merged = copy.deepcopy(dict(values))
-    optim = merged.get("optim")
+    optim = merged.setdefault("optim", {})
     if isinstance(optim, dict):
         for name, value in _defaults(dict(read_keys(content)), precision, optim):
             *blocks, field = name.split(".")

@@ -34,7 +34,13 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
     user_settings = user_settings_of(config)
     _check_stage(config.parallel, user_settings)
     _check_offload(config.deepspeed, user_settings)
-    _check_recompute(config.train, config.parallel, user_settings)
+    _check_recompute(config, user_settings)
+    if config.train.kernels.sum_of_squares == "apex" and user_settings.stage > 0:
+        raise ValueError(
+            "train.kernels.sum_of_squares is apex, which has no effect with ZeRO stage "
+            f"{user_settings.stage} of DeepSpeed, whose own norm is used: remove it, or set engine "
+            "to native"
+        )
     if config.train.precision != "auto":
         accumulation_type(user_settings, config.train.precision)
     if user_settings.in_file:
@@ -137,10 +143,16 @@ def _check_offload(section: DeepSpeedConfig, asked: UserSettings) -> None:
         )
 
 
-def _check_recompute(train: TrainConfig, parallel: "ParallelConfig", asked: UserSettings) -> None:
+def _check_recompute(config: "RunConfig", asked: UserSettings) -> None:
+    train, parallel = config.train, config.parallel
     block = "activation_checkpointing"
     enabled = {key: value for key, value in asked.values.items() if key.startswith(block) and value}
     for key, value in enabled.items():
+        if config.family == "t5":
+            raise ValueError(
+                f"{asked.named(key)} is {str(value).lower()} but family is t5, whose layers share "
+                "tensors that DeepSpeed's checkpointing would lose: remove the former"
+            )
         if train.recompute != "full":
             raise ValueError(
                 f"{asked.named(key)} is {str(value).lower()} but train.recompute is "

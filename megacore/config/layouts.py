@@ -92,7 +92,11 @@ def check_layout(
     valid layouts. Without a padded vocabulary its division is not checked.
     """
     requested = ParallelLayout.of(config.parallel, ranks)
-    refusal = _refused_world(requested, ranks) or refused(config, requested, padded_vocab_size)
+    launch = config.launch
+    several = launch.hostfile is not None or (launch.node_range or (1, 1))[1] > 1
+    refusal = _refused_world(requested, ranks, several=several) or refused(
+        config, requested, padded_vocab_size
+    )
     if refusal is None:
         return requested
     world = config.parallel.ranks_per_replica if ranks is None else ranks
@@ -180,18 +184,23 @@ def refused(
     )
 
 
-def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
+def _refused_world(asked: ParallelLayout, ranks: int | None, *, several: bool) -> Refusal | None:
+    """Check that the ranks, of `several` hosts or of one, are whole replicas."""
     if ranks is None:
         return None
     replica = asked.tensor * asked.context * asked.pipeline
     if ranks % replica == 0:
         return None
     context = f"parallel.context_parallel_size {asked.context} x " if asked.context > 1 else ""
+    number = max(1, ranks // replica) * replica
     return Refusal(
         f"{ranks} rank{'s are' if ranks > 1 else ' is'} not a multiple of "
         f"parallel.tensor_model_parallel_size {asked.tensor} x {context}"
         f"parallel.pipeline_model_parallel_size {asked.pipeline} = {replica} ranks per replica",
-        f"set launch.nproc_per_node to {max(1, ranks // replica) * replica}",
+        f"start {number} ranks on all hosts (launch.nnodes x launch.nproc_per_node, or the slots "
+        "of launch.hostfile)"
+        if several
+        else f"set launch.nproc_per_node to {number}",
     )
 
 

@@ -41,8 +41,11 @@ from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.run import ConvertJob
 from megacore.models.base import Model
 from megacore.models.inputs import InputRules, MaskRules, ModelInput, input_rules
+from megacore.models.parameters import parameter_count
 from megacore.tokenizer import load_tokenizer
 
+_ACTIVATIONS = 1.1
+"""Memory of the gate relative to that of the weights of its models."""
 _LOGITS = 1 << 24
 """Maximum number of logits per scored batch: 64 MiB in fp32."""
 _CANDIDATES = 5
@@ -95,7 +98,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
 
         tensors = LazyTensors(weights, read)
         write_export(directory, job, tensors)
-        model = load_weights(job.spec, tensors, _device())
+        model = load_weights(job.spec, tensors, _device(job))
     report, exported = pass_gate(job, model, beat)
     beat("sample")
     card = model_card(
@@ -193,10 +196,17 @@ def _round(model: Model, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
-def _device() -> torch.device:
-    """Return the GPU if there is one, because it scores a test split in seconds; else the CPU."""
+def _device(job: ConvertJob) -> torch.device:
+    """Return the GPU if both models fit on it: it scores a test split in seconds; else the CPU.
+
+    They are in fp32, and for a smaller type of the export there is a third one in that type.
+    """
     refuse_unsupported_accelerator()
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    needed = parameter_count(job.spec) * (8 if job.config.export.dtype == "float32" else 10)
+    free, _ = torch.cuda.mem_get_info()
+    return torch.device("cuda" if free > _ACTIVATIONS * needed else "cpu")
 
 
 def samples_of(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.artifact.workspace import Workspace
-from megacore.config.checks import check_device
+from megacore.config.checks import LEAST_FLEX_HEAD, check_device
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.sharding import Sharding
@@ -28,8 +28,6 @@ from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel.linear import expose_sinks
 
-_LEAST_HEAD_DIM = 16
-"""Least size of a head for FlexAttention, whose matrix products are Triton's."""
 _GRAPHS_OF_A_METHOD = 64
 """Maximum number of compiled graphs of a method for all layers together: in training and in
 evaluation, with and without a bias, for each kind of layer."""
@@ -145,8 +143,8 @@ def _flex_failure(config: RunConfig, dtype: torch.dtype, compiler: "Compiler | N
     model = config.model
     if model.attention_dropout:
         return f"it drops no weights (model.attention_dropout is {model.attention_dropout})"
-    if model.head_dim < _LEAST_HEAD_DIM:
-        return f"it needs heads of {_LEAST_HEAD_DIM} or more features (they have {model.head_dim})"
+    if model.head_dim < LEAST_FLEX_HEAD:
+        return f"it needs heads of {LEAST_FLEX_HEAD} or more features (they have {model.head_dim})"
     if compiler is None or not compiler.works or compiler.device.type != "cuda":
         return None
     if config.train.kernels.attention not in ("auto", "flex"):

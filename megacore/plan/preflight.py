@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megacore.config.checks import check_device
 from megacore.config.deepspeed import zero_of
+from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
@@ -21,7 +22,7 @@ from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
 from megacore.paths import is_dir
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
-from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
+from megacore.plan.layouts import dividing_hosts, launched_ranks, layout_of, ranks_per_host
 from megacore.plan.memory import (
     GIB,
     MemoryEstimate,
@@ -182,10 +183,26 @@ def resolve_launch(
     The arguments are those of `launched_ranks`, and the size of the vocabulary if it is known.
     Raises its errors, and ParallelLayoutError if the ranks cannot divide the model and its batch.
     """
-    replica = config.parallel.ranks_per_replica
-    ranks, threads = launched_ranks(config.launch, hardware, without_gpu=replica, hosts=hosts)
+    replica, launch = config.parallel.ranks_per_replica, config.launch
+    if launch.elastic and not hosts:
+        launch = _with_dividing_hosts(config, vocab_size)
+    ranks, threads = launched_ranks(launch, hardware, without_gpu=replica, hosts=hosts)
     layout_of(config, ranks, vocab_size)
     return ranks, threads
+
+
+def _with_dividing_hosts(config: RunConfig, vocab_size: int | None) -> LaunchConfig:
+    """Return an elastic launch with the largest number of hosts that divide model and batch."""
+    launch = config.launch
+    assert launch.node_range is not None
+    least, most = launch.node_range
+    ranks = list(hosts_of(launch).values())
+    if not ranks and launch.nproc_per_node != "auto":
+        ranks = [launch.nproc_per_node] * most
+    if not ranks:
+        return launch
+    count = dividing_hosts(config, ranks, least, vocab_size)
+    return launch.model_copy(update={"nnodes": count})
 
 
 def unseen_gpus(launch: LaunchConfig, hardware: Hardware) -> str | None:

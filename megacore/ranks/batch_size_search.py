@@ -204,11 +204,13 @@ def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> F
     settings = config.launch.deepspeed_config if method == config.launch.distributed else None
     if isinstance(settings, dict):
         settings = settings | {name: "auto" for name in _SEARCHED if name in settings}
+    # Accelerate's file says how FSDP shards; of the other methods it has nothing to add.
+    fsdp = method == config.launch.distributed == "fsdp"
     values = config.model_dump()
     values["launch"] |= {
         "distributed": method,
         "deepspeed_config": settings,
-        "accelerate_config": None,
+        "accelerate_config": values["launch"]["accelerate_config"] if fsdp else None,
     }
     values["train"] |= {
         "micro_batch_size": batch,

@@ -36,9 +36,11 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
 
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
-        scorer = CheckpointScorer(job, mesh, device)
+        batch, parts = job.config.evaluate.micro_batch_size, mesh.tensor_parallel.size
+        with scoring_memory_errors(batch, mesh.rank, parts):
+            scorer = CheckpointScorer(job, mesh, device)
         for checkpoint in map(Path, job.checkpoints):
-            with scoring_memory_errors(job.config.evaluate.micro_batch_size, mesh.rank):
+            with scoring_memory_errors(batch, mesh.rank, parts):
                 result = scorer.score(checkpoint)
             if mesh.rank == 0:
                 write_json(result_file(job.output, checkpoint.name), result)

@@ -58,10 +58,13 @@ def memory_errors(
 
 
 @contextmanager
-def scoring_memory_errors(micro_batch_size: int, rank: int) -> Iterator[None]:
+def scoring_memory_errors(
+    micro_batch_size: int, rank: int, tensor: int | None = None
+) -> Iterator[None]:
     """Translate a failing allocation during evaluation into an error.
 
-    Only the batch size can be changed there.
+    `tensor` is the number of ranks that divide each layer if the advice is to choose more, since
+    every rank of the stage `evaluate` has the whole weights of its layers; None in a training.
     """
 
     def message(reason: str) -> str:
@@ -69,6 +72,11 @@ def scoring_memory_errors(micro_batch_size: int, rank: int) -> Iterator[None]:
             f"rank {rank} ran out of memory while it evaluated ({reason}): {in_use()}; lower "
             f"evaluate.micro_batch_size (now {micro_batch_size}; the results stay "
             "the same)"
+        ) + (
+            ""
+            if tensor is None
+            else ", or divide the layers over more ranks for this stage (-o "
+            f"parallel.tensor_model_parallel_size, now {tensor})"
         )
 
     with translate_memory_errors(message):

@@ -205,6 +205,25 @@ def test_recompute_num_layers_needs_recomputation() -> None:
             "attention is flex but engine is deepspeed, and FlexAttention runs in compiled layers",
         ),
         (
+            {"train": {"kernels": {"attention": "flex"}}, "model": {"attention_dropout": 0.1}},
+            "attention is flex but model.attention_dropout is 0.1, and FlexAttention drops no",
+        ),
+        (
+            {
+                "train": {"kernels": {"attention": "flex"}},
+                "model": {"attention_dropout": 0.0, "kv_channels": 8},
+            },
+            "attention is flex but the heads have 8 features, and FlexAttention needs 16 or more",
+        ),
+        (
+            {"train": {"kernels": {"weight_gradient": "torch_fp32"}, "precision": "fp32"}},
+            "weight_gradient is torch_fp32 but train.precision is fp32, and it multiplies in half",
+        ),
+        (
+            {"train": {"kernels": {"dropout": "cpp"}, "compile": "on"}},
+            "dropout is cpp but train.compile is on, and it does not run in layers that torch",
+        ),
+        (
             {"train": {"kernels": {"adamw": "cpp"}, "precision": "fp16"}},
             (
                 "train.kernels.adamw is cpp but train.precision is fp16, and the C++ kernels "

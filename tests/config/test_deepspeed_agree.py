@@ -425,6 +425,14 @@ def test_a_missing_initial_loss_scale_is_deepspeeds_default(
     assert parse_config(config.model_dump(mode="json"), origin="test") == config
 
 
+def test_defaults_of_a_json_need_no_section_optim() -> None:
+    content = ZERO_1 | {"fp16": {"enabled": True}} | adam(lr=1e-3)
+    values = asking(content, optim={"lr": 1e-3}, **IN_FP16).model_dump(mode="json")
+    del values["optim"]
+    optim = parse_config(values, origin="test").optim
+    assert (optim.loss_scale.initial, optim.weight_decay) == (2.0**16, 0.0)
+
+
 def test_the_loss_scale_is_the_configurations_without_a_json() -> None:
     config = asking(deepspeed={"zero_stage": 1}, **IN_FP16)
     assert config.optim.loss_scale.initial == 2.0**32

@@ -9,6 +9,26 @@ from tests.config._deepspeed import asking, refusal
 FULL = {"recompute": "full"}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP16 = {"precision": "fp16"}
+T5: dict[str, Any] = {
+    "family": "t5",
+    "data": {
+        "source": {"kind": "source_tree"},
+        "append_eod": False,
+        "split_sentences": True,
+        "tokenizer": {
+            "kind": "train-bpe",
+            "special_tokens": ["[PAD]", "[CLS]", "[SEP]", "[MASK]"],
+            "vocab_extra_ids": 100,
+        },
+        "seq_length": 64,
+    },
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "position_embedding_type": "relative",
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +117,14 @@ FP16 = {"precision": "fp16"}
                 "deepspeed.cpu_checkpointing is true but train.recompute is none: set the latter "
                 "to full"
             ),
+        ),
+        (
+            {"deepspeed": {"zero_stage": 1}, "train": {"kernels": {"sum_of_squares": "apex"}}},
+            "sum_of_squares is apex, which has no effect with ZeRO stage 1 of DeepSpeed",
+        ),
+        (
+            T5 | {"deepspeed": {"cpu_checkpointing": True}, "train": FULL},
+            "deepspeed.cpu_checkpointing is true but family is t5, whose layers share tensors",
         ),
         (
             {"deepspeed": {"partition_activations": True}, "train": FULL},

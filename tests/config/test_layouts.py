@@ -517,3 +517,12 @@ def test_ranks_that_divide_sequences_are_no_replicas() -> None:
         layout.context
         for layout in nearest_layouts(config, ParallelLayout.of(config.parallel, 8), 8)
     } == {2}
+
+
+def test_ranks_of_several_hosts_are_counted_together() -> None:
+    launch = {"launch__kind": "slurm", "launch__nnodes": 5, "launch__allow_cpu": True}
+    with pytest.raises(
+        ConfigError, match=r"start 32 ranks on all hosts \(launch\.nnodes"
+    ) as caught:
+        make(tp=4, pp=4, ranks=8, **launch)
+    assert "set launch.nproc_per_node" not in str(caught.value)

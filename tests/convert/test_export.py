@@ -9,12 +9,13 @@ import torch
 
 from megacore.artifact import StageKey, build_artifact
 from megacore.config.spec import ModelSpec
-from megacore.convert.export import export, samples_of, validation_rows, write_export
+from megacore.convert.export import _device, export, samples_of, validation_rows, write_export
 from megacore.convert.hf import write
 from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.data.index_maps import build_index_maps
 from megacore.data.index_options import IndexOptions, Mixture
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
+from megacore.models.parameters import parameter_count
 from megacore.tokenizer import load_tokenizer
 from tests._loss import loss_of
 from tests.convert._tiny import VOCAB_SIZE, tiny_config
@@ -168,6 +169,26 @@ def test_missing_inputs_are_refused(original: Exported, tmp_path: Path) -> None:
         export(job.model_copy(update={"tokenizer_directory": str(tmp_path)}))
     with pytest.raises(DataFormatError, match=r"index\.json does not exist"):
         export(job.model_copy(update={"index_directory": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(("dtype", "models"), [("float32", 8), ("bfloat16", 10)])
+def test_the_gate_takes_a_gpu_on_which_its_models_fit(
+    dtype: str, models: int, original: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = original.job.config
+    job = original.job.model_copy(
+        update={
+            "config": config.model_copy(
+                update={"export": config.export.model_copy(update={"dtype": dtype})}
+            )
+        }
+    )
+    assert _device(job).type == "cpu"
+    needed = models * parameter_count(job.spec)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, device in ((2 * needed, "cuda"), (needed, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10 * needed))
+        assert _device(job).type == device
 
 
 def test_a_padded_position_has_a_token_but_no_loss(original: Exported, tmp_path: Path) -> None:

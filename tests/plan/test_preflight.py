@@ -287,6 +287,24 @@ def test_threads_per_rank_can_be_set() -> None:
     assert resolve_launch(conf("gpt2-tiny", launch__threads_per_rank=3), CPU) == (2, 3)
 
 
+@pytest.mark.parametrize("kind", ["torchrun", "slurm"])
+def test_an_elastic_run_starts_on_the_hosts_that_divide_its_batch(
+    kind: str, tmp_path: Path
+) -> None:
+    launch: dict[str, Any] = {"nnodes": "2:3", "kind": kind, "nproc_per_node": 2}
+    if kind == "torchrun":
+        (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n")
+        launch |= {"hostfile": str(tmp_path / "hosts"), "nproc_per_node": "auto"}
+    batch = {"train__micro_batch_size": 4, "train__global_batch_size": 16}
+    sections = {f"launch__{name}": value for name, value in launch.items()}
+    assert resolve_launch(conf("gpt2-tiny", **batch, **sections), CPU)[0] == 4
+    batch["train__global_batch_size"] = 24
+    assert resolve_launch(conf("gpt2-tiny", **batch, **sections), CPU)[0] == 6
+    batch["train__global_batch_size"] = 4
+    with pytest.raises(ParallelLayoutError, match="4 is not a multiple of"):
+        resolve_launch(conf("gpt2-tiny", **batch, **sections), CPU)
+
+
 def test_impossible_layouts_are_refused_with_the_numbers() -> None:
     auto = conf(
         "gpt2-tiny",

@@ -259,6 +259,17 @@ def test_method_uses_the_deepspeed_config_of_its_stage_with_auto_batch() -> None
         )
 
 
+def test_fsdp_is_searched_with_the_settings_of_the_training() -> None:
+    accelerate = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True},
+    }
+    settings = config(launch={"accelerate_config": accelerate, "nproc_per_node": 2})
+    assert settings.launch.distributed == "fsdp"
+    assert method_config(settings, "fsdp", 8).launch == settings.launch
+    assert method_config(settings, "zero2", 8).launch.accelerate_config is None
+
+
 def test_memory_limit_is_the_share_of_a_rank_or_the_configured_limit() -> None:
     free = memory_limit_of(config(), 2, NO_GPU)
     assert free is not None

@@ -118,6 +118,11 @@ def test_scoring_error_names_its_micro_batch_size() -> None:
         scoring_memory_errors(tiny_config().evaluate.micro_batch_size, 1),
     ):
         raise MemoryError
+    with (
+        pytest.raises(MemoryExhaustedError, match=r"parallel\.tensor_model_parallel_size, now 2\)"),
+        scoring_memory_errors(16, 1, 2),
+    ):
+        raise MemoryError
 
 
 @pytest.mark.parametrize("rank_reported", [True, False])
