@@ -33,6 +33,8 @@ KEYWORDS = (*BLOCKS, "from", "raise", "return")
 COUNTS = {"train": 128, "valid": 400, "test": 400}
 """Samples of each split, divided equally among the keywords."""
 MASK = "[MASK]"
+_OWN = ".code_pairs"
+"""Name of the file that marks a directory whose content may be replaced."""
 _FEWEST, _MOST = 20, 200
 """Least and most statements of a file of the corpus."""
 _SHORTEST = 12
@@ -44,8 +46,19 @@ def main(arguments: list[str]) -> int:
     if len(arguments) > 1:
         print("usage: code_pairs.py [directory]", file=sys.stderr)
         return 2
-    directory = Path(arguments[0]) if arguments else workspace_root() / "pairs"
+    default = workspace_root() / "pairs"
+    directory = Path(arguments[0]) if arguments else default
+    names = ("corpus", *(f"{split}.jsonl" for split in COUNTS))
+    taken = next((name for name in names if (directory / name).exists()), None)
+    if taken is not None and directory != default and not (directory / _OWN).exists():
+        print(
+            f"error: {directory} has {taken}, which this script did not write: name another "
+            "directory",
+            file=sys.stderr,
+        )
+        return 2
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / _OWN).touch()
     library = Path(sysconfig.get_paths()["stdlib"])
     print(f"{directory / 'corpus'}: {write_corpus(library, directory / 'corpus')} statements")
     statements = by_split(library)

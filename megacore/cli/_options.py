@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -119,6 +119,13 @@ def named_model(model: Path | None, checkpoint: Path | None, command: str) -> Pa
         count = "no model is named" if path is None else "MODEL and --checkpoint are both given"
         raise ConfigError(f"{count}: name one, as in megacore {command} KEY")
     return named_directory(path)
+
+
+def check_utf8(texts: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a text whose bytes on the command line were not UTF-8."""
+    for text in texts:
+        if any("\ud800" <= each <= "\udfff" for each in text):
+            raise ConfigError(f"{option} {text!r} has bytes that are not UTF-8: give text in UTF-8")
 
 
 def check_seed(seed: int) -> None:

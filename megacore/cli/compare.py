@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megacore.cli._options import check_output_file, check_seed
+from megacore.cli._options import check_output_file, check_seed, check_utf8
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError, MegacoreError
 
@@ -72,6 +72,7 @@ def compare(
             raise ConfigError("both --tokens and --text are given: give one of them")
         if any(not each for each in text or ()):
             raise ConfigError("--text is empty: give a text")
+        check_utf8(text or (), "--text")
         check_seed(seed)
         if json_file is not None:
             check_output_file(json_file, "--output")

@@ -14,6 +14,7 @@ from megacore.cli._options import (
     CheckpointOption,
     check_output_file,
     check_seed,
+    check_utf8,
     named_model,
 )
 from megacore.cli._terminal import write_json_text, write_line, write_table
@@ -353,11 +354,7 @@ def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[s
     from megacore.artifact.files import reason_of, regular
 
     texts = list(options)
-    broken = next(
-        (text for text in texts if any("\ud800" <= each <= "\udfff" for each in text)), None
-    )
-    if broken is not None:
-        raise ConfigError(f"--prompt {broken!r} has bytes that are not UTF-8: give text in UTF-8")
+    check_utf8(texts, "--prompt")
     if file is not None:
         try:
             lines = regular(file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,20 @@ def make_probe(
     Args:
         spec: specification of a model that reads the probe.
         vocab_size: number of ids that both models know.
-        length: tokens of a sample, cut to the model's positions.
-        samples: number of samples.
+        length: tokens of a random sample, cut to the model's positions.
+        samples: number of random samples.
         seed: seed of the random ids.
         tokens: ids of each sample; they are cut to the shortest.
 
     Raises:
-        ConfigError: if an id is not in the vocabulary, or there is none.
+        ConfigError: if an id is not in the vocabulary, there is none, or there are more than the
+            model's positions.
     """
-    length = min(length, spec.max_position_embeddings)
+    positions = spec.max_position_embeddings
     generator = torch.Generator().manual_seed(seed)
     if tokens is None:
-        ids = torch.randint(0, vocab_size, (samples, length), generator=generator)
+        shape = (samples, min(length, positions))
+        ids = torch.randint(0, vocab_size, shape, generator=generator)
     else:
         shortest = min((len(sample) for sample in tokens), default=0)
         wrong = next(
@@ -103,7 +105,12 @@ def make_probe(
                 f"the probe {problem}, and the models have a vocabulary of {vocab_size:,} entries: "
                 "give ids below that"
             )
-        ids = torch.tensor([list(sample[: min(shortest, length)]) for sample in tokens])
+        if shortest > positions:
+            raise ConfigError(
+                f"the probe has {shortest:,} tokens, and the models have {positions:,} positions: "
+                "shorten it"
+            )
+        ids = torch.tensor([list(sample[:shortest]) for sample in tokens])
     rows, columns = ids.shape
     present = torch.ones_like(ids, dtype=torch.bool)
     if spec.family == "gpt":
@@ -188,15 +195,11 @@ def distance(a: Outputs, b: Outputs, tolerance: float) -> Distance:
     if a.answers is not None and b.answers is not None:
         answers = _gap(a.answers, b.answers)
         gap = answers if not answers <= gap else gap
-    if first is None and not gap <= tolerance:
-        first = OUTPUT_LAYER
-    return Distance(
-        gap,
-        float(ours.abs().max()),
-        float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
-        first,
-        layers,
-    )
+    same_choice = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
+    distance = Distance(gap, float(ours.abs().max()), same_choice, first, layers)
+    if first is None and not distance.within(tolerance):
+        return replace(distance, first_layer=OUTPUT_LAYER)
+    return distance
 
 
 def _gap(first: Tensor, second: Tensor) -> float:

@@ -369,7 +369,9 @@ class _Tester:
         if len(active) == 1 and self.corrected.within(self._tolerance):
             return [each.tested("all") if each in active else each for each in differences]
         if len(active) > _MOST_TESTED:
-            return differences
+            if not self.corrected.within(self._tolerance):
+                return differences
+            return [each.tested("part") if each in active else each for each in differences]
         result = []
         for each in differences:
             if each not in active:

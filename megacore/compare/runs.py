@@ -464,10 +464,17 @@ _RECORDED = {"lr_schedule": ("lr",), "batch_size": ("global_batch_size", "consum
 """Series that show from which step a difference of the configuration has an effect, by cause."""
 
 
+_SETTINGS_OF_SKIPPING = ("train.loss_spike", "train.nonfinite")
+"""Beginnings of settings that have an effect only where a run skipped iterations."""
+_SKIPPED = ("skipped_iterations", "nan_iterations")
+
+
 def _since(finding: Finding, series: Mapping[str, _First | None]) -> float:
     """Return the number of iterations before the first one that a finding can affect."""
     step = finding.numbers.get("step", 0.0)
     names = _RECORDED.get(finding.cause)
+    if finding.where and finding.where[0].startswith(_SETTINGS_OF_SKIPPING):
+        names = _SKIPPED
     if names is None:
         return step
     steps = [first.step - 1 for name in names if (first := series[name]) is not None]

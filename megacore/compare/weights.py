@@ -473,6 +473,8 @@ def _summary(cause: str, parts: list[_Part]) -> Difference:
         if key in ("max_abs", "relative", "cosine", "factor", "offset")
     }
     verb = worst.text.split()[0] in ("is", "has", "lacks", "differs")
-    sentence = f"{named}{places}: {'B' if verb else 'in B,'} {worst.text}"
+    others = len({part.text for part in parts}) > 1
+    of = f" in {worst.name}, with other numbers in the others" if others else ""
+    sentence = f"{named}{places}: {'B' if verb else 'in B,'} {worst.text}{of}"
     finding = Finding("weights", cause, sentence, names, numbers=numbers)
     return Difference(finding, tensors=frozenset(part.tensor for part in parts))

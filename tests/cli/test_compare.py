@@ -61,6 +61,8 @@ def test_only_the_weights_are_compared_on_request(model: Path, tmp_path: Path) -
         (["MODEL", "MODEL", "--tokens", "99999"], "has the id 99999"),
         (["MODEL", "MODEL", "--text", "words"], "neither model comes with a tokenizer"),
         (["MODEL", "MODEL", "--text", ""], "--text is empty: give a text"),
+        (["MODEL", "MODEL", "--text", "caf\udce9"], "--text 'caf\\udce9' has bytes that are not"),
+        (["MODEL", "MODEL", "--tokens", "7 " * 5000], "the probe has 5,000 tokens, and the models"),
         (["MODEL", "MODEL", "--seed", str(2**64)], f"--seed is {2**64}: give one of -"),
         (["MODEL", "MODEL", "--json", "no/x.json"], "--output is no/x.json, but"),
         (["MODEL", "MODEL", "--output", "/"], "--output is /, which is a directory: give a file"),

@@ -150,6 +150,20 @@ PLANTED = (
         2,
     ),
     Planted(
+        "learning rate, and settings without effect",
+        Written(
+            {
+                "optim": {"lr": 5e-3},
+                "train": {"loss_spike_factor": 3.0},
+                "resume": {"override": ["optim.lr"]},
+            },
+            noise=since(2),
+            values=lr_from(1),
+        ),
+        "lr_schedule",
+        2,
+    ),
+    Planted(
         "warm-up",
         Written({"optim": {"lr_warmup_iters": 4}}, noise=since(2, 1e-3), values=lr_from(1)),
         "lr_schedule",

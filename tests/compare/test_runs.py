@@ -44,7 +44,13 @@ def test_equal_runs_are_equal(tmp_path: Path) -> None:
 
 
 def test_differences_without_effect_leave_runs_equal(tmp_path: Path) -> None:
-    other = Written({"tracking": {"tensorboard": True}, "checkpoint": {"save_interval": 7}})
+    other = Written(
+        {
+            "tracking": {"tensorboard": True},
+            "checkpoint": {"save_interval": 7},
+            "resume": {"override": ["optim.lr"]},
+        }
+    )
     report = compared(Planted("free", other, None), tmp_path)
     assert report.equal
     assert {name for finding in report.remarks for name in finding.where} >= {
