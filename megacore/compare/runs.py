@@ -103,7 +103,9 @@ def _configuration(a: RunRecord, b: RunRecord) -> list[Finding]:
         cause = cause_of_field(name)
         remark = cause == "remark" or (stages and stages <= _LATER)
         step = max(_changed_at(name, record) for record in (a, b))
-        key = f" (enters the key of {', '.join(sorted(stages))})" if stages else " (enters no key)"
+        entered = f"the key of {', '.join(sorted(stages))}" if stages else "no key"
+        # The stages of a fine-tuning, or of another version's configuration, are not known here.
+        key = "" if stages is None else f" (enters {entered})"
         when = f" from iteration {step + 1}, after a resume" if step else ""
         findings.append(
             Finding(
@@ -122,14 +124,15 @@ def _configuration(a: RunRecord, b: RunRecord) -> list[Finding]:
 
 def _raw_changes(
     a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = ""
-) -> list[tuple[str, Any, Any, frozenset[str]]]:
-    changes: list[tuple[str, Any, Any, frozenset[str]]] = []
+) -> list[tuple[str, Any, Any, frozenset[str] | None]]:
+    """Return the fields that differ, with None for the stages whose key they enter."""
+    changes: list[tuple[str, Any, Any, frozenset[str] | None]] = []
     for name in sorted(a.keys() | b.keys()):
         ours, theirs = a.get(name, "absent"), b.get(name, "absent")
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             changes += _raw_changes(ours, theirs, f"{prefix}{name}.")
         elif ours != theirs:
-            changes.append((f"{prefix}{name}", ours, theirs, frozenset()))
+            changes.append((f"{prefix}{name}", ours, theirs, None))
     return changes
 
 

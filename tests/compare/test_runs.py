@@ -59,6 +59,18 @@ def test_differences_without_effect_leave_runs_equal(tmp_path: Path) -> None:
     }
 
 
+def test_keys_of_unknown_stages_are_not_guessed(tmp_path: Path) -> None:
+    runs = [write(tmp_path / name, Written(), tmp_path / "data") for name in "ab"]
+    path = runs[1] / "run.json"
+    job = json.loads(path.read_text())
+    job["config"]["optim"]["lr"] = 0.5
+    job["config"]["of_another_version"] = 1
+    path.write_text(json.dumps(job))
+    report = compare_runs(*runs)
+    (finding,) = (each for each in report.findings if each.where == ("optim.lr",))
+    assert finding.sentence == "optim.lr: 0.01 in A, 0.5 in B"
+
+
 @pytest.mark.parametrize("intervals", [(4, 6), (3, 20), (1, 10), (7, 5)])
 def test_log_intervals_leave_runs_equal(intervals: tuple[int, int], tmp_path: Path) -> None:
     first, second = (Written({"train": {"log_interval": interval}}) for interval in intervals)
