@@ -15,7 +15,7 @@ from prefect.runtime import task_run
 from megacore.artifact import lock
 from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.artifact.workspace import CHECKPOINTS_NAME, STOP_FILE
-from megacore.checkpoint.format import complete_checkpoints
+from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints
 from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     MegacoreError,
@@ -84,9 +84,9 @@ class Failures:
             else cls(task_run, 0, 0)
         )
 
-    def after(self, before: int, now: int) -> "Failures":
-        """Return the failures with one more, of an attempt from checkpoint `before` to `now`."""
-        return Failures(self.task_run, 1 if now > before else self.count + 1, now)
+    def after(self, now: int, *, progress: bool) -> "Failures":
+        """Return the failures with one more; `progress` if the attempt saved a new checkpoint."""
+        return Failures(self.task_run, 1 if progress else self.count + 1, now)
 
     def write(self, directory: Path) -> None:
         """Write the failures to the run directory. Raises OSError."""
@@ -99,6 +99,16 @@ def newest_iteration(run_directory: Path) -> int:
     return max((marker.iteration for marker in markers), default=0)
 
 
+def last_save(run_directory: Path) -> int:
+    """Return the time of the last complete save in nanoseconds, 0 without one.
+
+    A checkpoint that is damaged, and so passed over, may have a later iteration than a new one.
+    """
+    complete = complete_checkpoints(run_directory / CHECKPOINTS_NAME)
+    markers = (path / MARKER_NAME for path in complete)
+    return max((marker.stat().st_mtime_ns for marker in markers), default=0)
+
+
 @contextmanager
 def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -> Iterator[None]:
     """Count the failure of the attempt in the body, and log whether it is retried.
@@ -108,19 +118,21 @@ def counted_failures(run_directory: Path, task_run: str, launch: LaunchConfig) -
     """
     retries = launch.retries
     before: int | None = None
+    saved_before = 0
     try:
         # also turns what the operating system reports in this process into an error that counts
         with workspace_errors(run_directory):
-            before = newest_iteration(run_directory)
+            before, saved_before = newest_iteration(run_directory), last_save(run_directory)
             yield
     except RETRIED as error:
         try:
-            now = newest_iteration(run_directory)
+            now, saved = newest_iteration(run_directory), last_save(run_directory)
         except (OSError, MegacoreError):
-            now = before or 0  # an unreadable folder must not replace the error that is retried
-        before = now if before is None else before
+            # an unreadable folder must not replace the error that is retried
+            now, saved = before or 0, saved_before
+        progress = before is not None and (now > before or saved > saved_before)
         try:
-            failures = Failures.read(run_directory, task_run).after(before, now)
+            failures = Failures.read(run_directory, task_run).after(now, progress=progress)
             delay = _delay(launch, failures.count)
             if failures.count <= retries:
                 failures = replace(failures, retry_at=time.time() + delay)

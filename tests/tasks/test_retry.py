@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from prefect.states import Failed
 
+from megacore.checkpoint.format import Marker, directory_name
 from megacore.config.launch import LaunchConfig
 from megacore.errors import (
     ConfigError,
@@ -524,6 +526,31 @@ def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
     assert _retry.newest_iteration(tmp_path) == 0
     (tmp_path / "checkpoints" / "iter_0000010").mkdir(parents=True)
     assert _retry.newest_iteration(tmp_path) == 0, "it has no completion marker"
+
+
+def test_a_new_checkpoint_below_a_damaged_one_is_progress(run: FakeRun) -> None:
+    def save(iteration: int) -> None:
+        directory = run.directory / "checkpoints" / directory_name(iteration)
+        directory.mkdir(parents=True)
+        Marker(iteration, None, {}).write(directory)
+
+    def fail(saved: int | None) -> None:
+        if saved is not None:
+            save(saved)
+        raise LOST
+
+    save(237)
+    (marker,) = run.directory.glob("checkpoints/*/complete.json")
+    os.utime(marker, (1, 1))
+    run.newest = 237  # passed over, since its content differs
+    for number, (saved, count) in enumerate(((None, 1), (None, 2), (210, 1), (None, 2)), 1):
+        run.task_run.run_count = number
+        with (
+            pytest.raises(RankLostError, match="ended by SIGKILL"),
+            counted_failures(run.directory, "a", run.config.launch),
+        ):
+            fail(saved)
+        assert Failures.read(run.directory, "a").count == count
 
 
 def test_other_stages_have_a_fixed_number_of_retries() -> None:
