@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megacore.compare.report import Finding, Report
 
+_OF_LOGITS = ("--length", "--samples", "--seed", "--tokens", "--text", "--tolerance")
 NOT_COMPARABLE = 2
 """Exit code if one of the two cannot be read, or they cannot be compared."""
 
@@ -85,6 +86,8 @@ def compare(
             tolerance=tolerance,
             logits=not weights_only,
         )
+        if weights_only and (unread := [each for each in options.given() if each in _OF_LOGITS]):
+            raise ConfigError(f"--weights-only leaves the logits out: leave out {unread[0]}")
         report = compare_paths(a, b, kind=kind, options=options, workspace=workspace)
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -66,6 +66,15 @@ def inspect(
     from megacore.observe.runs import named_directory
 
     if mixture is not None or _is_word(path):
+        others = {
+            "--histogram": histogram,
+            "--sample": sample,
+            "--tokenizer": tokenizer,
+            "--full": full or None,
+        }
+        unread = next((name for name, value in others.items() if value is not None), None)
+        if unread is not None:
+            raise ConfigError(f"{unread} shows nothing of a mixture: leave it out")
         report = _mixture(path, mixture)
         _show(report, as_json, lambda: terminal.show_mixture(report))
         return

@@ -34,6 +34,7 @@ def compare_paths(
 
     Raises:
         MegacoreError: if one of them cannot be read, or they cannot be compared.
+        ConfigError: if `options` are given for two runs.
     """
     from megacore.artifact.workspace import RUN_FILE
     from megacore.compare.runs import compare_runs
@@ -48,6 +49,11 @@ def compare_paths(
             raise ConfigError(
                 f"{lacking[0]} is no run: give a directory with run.json, or the key or name of a "
                 "run that `megacore runs` lists"
+            )
+        if options is not None and (unread := options.given()):
+            raise ConfigError(
+                f"{unread[0]} is for models, and {a} and {b} are runs: leave it out, or give --as "
+                "models"
             )
         return compare_runs(first, second)
     from megacore.compare.models import compare_models

@@ -8,7 +8,7 @@ the correction removes.
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,6 +78,15 @@ class Options:
     """Largest difference of equal logits."""
     logits: bool = True
     """False compares weights only, with one tensor in memory at a time."""
+
+    def given(self) -> list[str]:
+        """Return the options of the command line that have another value than by default."""
+        names = {"texts": "text", "logits": "weights-only"}
+        return [
+            f"--{names.get(field.name, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
 
 
 def compare_models(a: Path, b: Path, options: Options | None = None) -> Report:

@@ -57,6 +57,8 @@ def test_only_the_weights_are_compared_on_request(model: Path, tmp_path: Path) -
         (["nothing", "nowhere"], "nothing is no directory"),
         (["MODEL", "MODEL", "--as", "runs"], "is no run"),
         (["MODEL", "MODEL", "--as", "cats"], "--as is cats"),
+        (["MODEL", "MODEL", "--weights-only", "--tokens", "1"], "out: leave out --tokens"),
+        (["MODEL", "MODEL", "--weights-only", "--tolerance", "1"], "leave out --tolerance"),
         (["MODEL", "MODEL", "--tokens", "1 x"], "--tokens is '1 x'"),
         (["MODEL", "MODEL", "--tokens", "99999"], "has the id 99999"),
         (["MODEL", "MODEL", "--text", "words"], "neither model comes with a tokenizer"),
@@ -80,6 +82,9 @@ def test_what_cannot_be_compared_exits_with_2(
 def test_runs_are_compared_as_runs(tmp_path: Path) -> None:
     a = write(tmp_path / "a", Written(), tmp_path / "data")
     b = write(tmp_path / "b", Written({"seed": 7}, noise=since(1)), tmp_path / "data")
+    result = CliRunner().invoke(app, ["compare", str(a), str(b), "--tolerance", "1"])
+    assert result.exit_code == 2
+    assert f"--tolerance is for models, and {a} and {b} are runs: leave it out" in result.output
     result = CliRunner().invoke(app, ["compare", str(a), str(b)])
     assert result.exit_code == 1
     assert "A and B differ: seed." in result.output

@@ -248,6 +248,8 @@ def test_mismatched_paths_and_options_are_refused(
     corpus: Corpus, index: Path, tmp_path: Path
 ) -> None:
     cases: list[tuple[type[Exception], tuple[object, ...]]] = [
+        (ConfigError, ("inspect", "mixture", "mixture-tiny", "--histogram", tmp_path / "a.png")),
+        (ConfigError, ("inspect", "mixture", "mixture-tiny", "--full")),
         (ConfigError, ("inspect", corpus.prefix, "--sample", 1)),
         (ConfigError, ("inspect", index, "--histogram", tmp_path / "a.png")),
         (DataFormatError, ("inspect", index, "--sample", 10**6)),
