@@ -2,11 +2,11 @@ import errno
 import os
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacore import paths
+from tests._listing import refuse_listing
 
 CHECKS = (paths.exists, paths.is_file, paths.is_dir, paths.is_symlink)
 
@@ -165,14 +165,7 @@ def test_matches_follow_links_and_end_in_loops_of_them(tree: Path) -> None:
 def test_a_folder_that_cannot_be_listed_is_no_empty_one_for_matches(
     tree: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.scandir
-
-    def scandir(path: Path) -> Any:
-        if Path(path).name == "deep":
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    refuse_listing(monkeypatch, "deep", number)
     assert paths.matches(f"{tree}/*/run.json")
     with pytest.raises(OSError, match=os.strerror(number)):
         paths.matches(f"{tree}/**/run.json")

@@ -226,20 +226,26 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     suffix = _common_suffix(files, split)
     times = False
     kinds: _Kinds = {}
+
+    def checked(path: Path) -> Iterator[bytes]:
+        nonlocal times
+        for number, part in enumerate(_content(path, suffix), 1):
+            if _is_unsafe(part, number, suffix):
+                _check_line(path, number, part)
+            times = times or _TIME.search(part) is not None
+            yield part
+
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
         if _READERS[suffix][0] == "csv":
             _check_csv(path, _READERS[suffix][1].get("delimiter", ","))
-            continue
-        for number, part in enumerate(_content(path, suffix), 1):
-            if _is_json(suffix):
-                if _is_unsafe(part, number, suffix):
-                    _check_line(path, number, part)
-                times = times or _TIME.search(part) is not None
-        if _is_json(suffix):
-            for row in _json_rows(path, suffix):
+        elif _is_json(suffix):
+            for row in _json_rows(checked(path), suffix):
                 _note_kinds(row, (), kinds)
+        else:
+            for _ in _content(path, suffix):  # a damaged one is refused
+                pass
     load = _load_times_as_text if times else _load
     try:
         mixed = {path for path, of_texts in kinds.items() if len(of_texts) == 2}
@@ -344,9 +350,8 @@ _Kinds = dict[_Path, set[bool]]
 """Kinds of the values at each path, True for texts: {True}, {False}, or both."""
 
 
-def _json_rows(path: Path, suffix: str) -> Iterator[Any]:
-    """Yield the rows of a JSON file, and None for a line that is no JSON."""
-    parts = _content(path, suffix)
+def _json_rows(parts: Iterator[bytes], suffix: str) -> Iterator[Any]:
+    """Yield the rows in all parts of a JSON file, and None for a line that is no JSON."""
     first = next((part for part in parts if part.strip()), b"")
     row = _parsed(first)
     if suffix == ".json" and not isinstance(row, dict):

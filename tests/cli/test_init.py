@@ -153,9 +153,13 @@ def test_a_file_in_a_directory_that_is_named_too_is_refused(here: Path) -> None:
     assert not Path("d.yaml").exists()
 
 
-def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
+@pytest.mark.parametrize("blank", ["id", "text"])
+def test_json_lines_take_the_field_with_the_longest_text(blank: str, here: Path) -> None:
+    """A field of blanks has none, though `text` comes first otherwise."""
     rows = [
-        {"id": str(number), "body": prose(1_000, number), "score": number} for number in range(100)
+        {blank: " " if blank == "text" else str(number), "body": prose(1_000, number)}
+        | {"score": number}
+        for number in range(100)
     ]
     (here / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("a.jsonl").exit_code == 0
@@ -163,17 +167,7 @@ def test_json_lines_take_the_field_with_the_longest_text(here: Path) -> None:
     assert source is not None
     assert source.kind == "jsonl"
     assert source.key == "body"
-    assert "The text is in 'body', not in id, score." in Path("a.yaml").read_text()
-
-
-def test_a_field_of_blanks_has_no_text(here: Path) -> None:
-    rows = [{"text": " ", "body": prose(1_000, number)} for number in range(20)]
-    (here / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run("a.jsonl").exit_code == 0
-    source = written("a").data.source
-    assert source is not None
-    assert source.kind == "jsonl"
-    assert source.key == "body"
+    assert f"The text is in 'body', not in {blank}, score." in Path("a.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["A.JSONL", "c4.00000.json"])

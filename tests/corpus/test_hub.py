@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +15,7 @@ from megacore.config.data import HubSource
 from megacore.corpus import hub
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+from tests._listing import refuse_listing
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WIKITEXT = "^ = (?!= ).+ = $"
@@ -51,14 +51,7 @@ def test_a_folder_that_cannot_be_listed_is_refused(
 ) -> None:
     """`datasets` itself leaves such a folder out."""
     (dataset / "more").mkdir()
-    real = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "more":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    refuse_listing(monkeypatch, "more")
     with pytest.raises(DataFormatError, match="/more cannot be read: Permission denied"):
         fingerprint(source(dataset))
 

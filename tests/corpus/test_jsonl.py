@@ -4,7 +4,6 @@ import errno
 import gzip
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -16,6 +15,7 @@ from megacore.corpus.documents import read_sources
 from megacore.corpus.local_files import count_documents, list_files
 from megacore.corpus.segments import jsonl_segments, segments
 from megacore.errors import DataFormatError, FileAccessError
+from tests._listing import refuse_listing
 from tests.corpus._files import write_form
 
 
@@ -66,14 +66,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_and_not_left_out_of_a_glob(
     for name in ("2023", "2024"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_text('{"text": "one"}\n')
-    real = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "2024":
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    refuse_listing(monkeypatch, "2024", number)
     for pattern in ("*/*.jsonl", "**/*.jsonl"):
         with pytest.raises(kind, match=r"/2024 .*(Permission denied|Input/output error)"):
             list_files(source(tmp_path / pattern))

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megacore.corpus.formats import BOM, DOCUMENT_BYTES
 from megacore.errors import DataFormatError, DownloadError, FileAccessError
 from megacore.finetune import dataset
 from megacore.finetune.dataset import collect_rows, dataset_fingerprint, open_split
+from tests._listing import refuse_listing
 from tests.finetune._tiny_models import pair_rows, write_rows
 
 ROWS = pair_rows(20)
@@ -79,14 +79,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_and_not_left_out_of_a_glob(
 ) -> None:
     for name in ("2023", "2024"):
         write_rows(tmp_path / name / "a.jsonl", ROWS)
-    real = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "2024":
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    refuse_listing(monkeypatch, "2024", number)
     with pytest.raises(kind, match=r"/2024 .*(Permission denied|Input/output error)"):
         dataset_fingerprint(files(tmp_path / "*" / "*.jsonl"), seed=1)
 

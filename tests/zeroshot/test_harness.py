@@ -21,6 +21,7 @@ from megacore.errors import (
 )
 from megacore.zeroshot import harness
 from megacore.zeroshot.harness import check_tasks, metrics_of, score_model, task_files
+from tests._listing import refuse_listing
 
 pytest.importorskip("lm_eval")
 
@@ -173,14 +174,7 @@ def test_a_folder_that_cannot_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "secret").mkdir()
-    real = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "secret":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    refuse_listing(monkeypatch, "secret")
     with pytest.raises(ConfigError, match=r"secret cannot be read: Permission denied"):
         task_files(str(tmp_path))
 
